@@ -1,20 +1,25 @@
-"""Weights that are in parts made one tensor each: what `torch.nn.utils.parametrize.remove_parametrizations` does to a model."""
+"""Weights that are in parts made one tensor each: what `torch.nn.utils.parametrize.remove_parametrizations` does to a model.
+
+They are worked out as torch does it in `eval()`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.edit.renaming import replace_metadata
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.contents import find_state_dicts, tensors_by_name
+from ckpt_tools.io.content import Computed, read
 from ckpt_tools.text import some
 from ckpt_tools.tree.names import unwrap
-from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, contiguous_stride
-from ckpt_tools.tree.parametrized import Parametrized, parametrized, part_of
-from ckpt_tools.values.numeric import view_of
-from ckpt_tools.values.parametrized import folded
-from ckpt_tools.values.pytorch import need_torch
+from ckpt_tools.tree.nodes import Dict, Entry, Node, stored
+from ckpt_tools.tree.parametrized import Parametrized, parametrized, part_of, spectral_dims
+from ckpt_tools.values.numeric import as_bytes, has_numbers, one_thread, row_major, torch_dtype, view_of
+from ckpt_tools.values.pytorch import need_torch, torch
+
+_CLEAR = 2  # times that vectors are nearer to one dimension's than to another's, where shapes do not tell which has the rows
 
 
 def find(node: Dict) -> list[Parametrized]:
@@ -74,9 +79,7 @@ def _fold(node: Dict, rows: Sequence[Parametrized]) -> None:
         parts = {role: entry for role, name in row.parts.items() if type(entry := tensors[name]) is Entry}
         key = (row.kind, *(view_of(entry) for entry in parts.values()))
         if key not in made:
-            content, like = folded(row, parts), parts["v" if row.kind == "weight norm" else "orig"]
-            storage = Storage(f"folded{len(made)}", like.storage.dtype, content.length, like.storage.device, content)
-            made[key] = replace(like, storage=storage, stride=contiguous_stride(like.shape), offset=0, extras=None)
+            made[key] = _folded(row, parts, f"folded{len(made)}")
         first[next(key for key, _ in node.items if key in row.parts.values())] = (row.name, made[key])
     gone = {name for row in rows for name in row.parts.values()}
     node.items[:] = [first.get(key, (key, value)) for key, value in node.items if key in first or key not in gone]
@@ -88,3 +91,72 @@ def _fold(node: Dict, rows: Sequence[Parametrized]) -> None:
             if type(path) is not str or "parametrizations" not in path.split(".") or any(k.startswith(f"{path}.") for k in left)
         ]  # fmt: skip
         replace_metadata(node, metadata, kept)
+
+
+def _folded(weight: Parametrized, parts: Mapping[str, Entry], key: str) -> Entry:
+    compute, order = _WORK[weight.kind]
+    like = parts["v" if weight.kind == "weight norm" else "orig"]
+    if like.dtype.family != "float" or not all(has_numbers(entry.dtype) for entry in parts.values()):
+        raise ConvertError(f"{weight.name!r} is in parts of {like.dtype.name}; floats are folded.")
+
+    def work() -> Iterator[memoryview]:
+        need_torch("A weight in parts is worked out with it.")
+        with one_thread():
+            made = compute(*(_load(parts[role]) for role in order))
+        yield as_bytes(made.reshape(-1), like.dtype)
+
+    content = Computed(like.nbytes, work, tuple(entry.storage.content for entry in parts.values()))
+    made = stored(key, like.dtype, like.shape, content, like.storage.device)
+    return replace(made, requires_grad=like.requires_grad, kind=like.kind)
+
+
+def _load(entry: Entry) -> torch.Tensor:
+    data = bytearray(read(row_major(entry)))
+    values = torch.frombuffer(data, dtype=torch_dtype(entry.dtype)) if data else torch.empty(0, dtype=torch_dtype(entry.dtype))
+    return values.reshape(entry.shape).to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+
+
+def _weight_norm(norm: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    dims = [dim for dim in range(weight.ndim) if not norm.ndim or norm.shape[dim] == 1]
+    length = weight.square().sum(dims, keepdim=bool(norm.ndim)).sqrt() if dims else weight.abs()
+    return weight * (norm / length)
+
+
+def _spectral_norm(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Divided by its greatest singular value, which the vectors give. ConvTranspose has its rows in the second dimension."""
+    found = []
+    for dim in spectral_dims(tuple(weight.shape), tuple(left.shape), tuple(right.shape)):
+        matrix = weight.movedim(dim, 0).flatten(1)
+        size = left @ (matrix @ right)
+        off = (matrix @ right / size - left).norm() + (matrix.T @ left / size - right).norm()  # of singular vectors nearly 0
+        found.append((float(off), size))
+        if weight.ndim == 2:
+            break
+    found.sort(key=lambda row: row[0])
+    if len(found) > 1 and not _CLEAR * found[0][0] < found[1][0]:
+        raise ConvertError("A spectral norm's vectors fit two dimensions of their weight.", fix="Fold it with its model.")
+    return weight / found[0][1]
+
+
+def _orthogonal(weight: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """By the map that torch takes where none is named: a matrix exponential of square ones, else Householder's reflections."""
+    turned = weight.shape[0] < weight.shape[1]
+    rows = weight.T if turned else weight
+    if weight.shape[0] == weight.shape[1]:
+        lower = rows.tril()
+        made = torch.matrix_exp(lower - lower.T)
+    else:
+        lower = rows.tril(diagonal=-1)
+        made = torch.linalg.householder_product(lower, 2.0 / (1.0 + lower.square().sum(dim=-2)))
+        made = made * rows.diagonal().int().unsqueeze(-2)
+    made = base @ made
+    return made.T if turned else made
+
+
+# How a weight is worked out, and of which parts
+_WORK: dict[str, tuple[Callable[..., torch.Tensor], Sequence[str]]] = {
+    "weight norm": (_weight_norm, "gv"),
+    "spectral norm": (_spectral_norm, ("orig", "u", "v")),
+    "orthogonal": (_orthogonal, ("orig", "base")),
+    "pruning": (lambda weight, mask: mask.to(weight.dtype) * weight, ("orig", "mask")),
+}
