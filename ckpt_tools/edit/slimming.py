@@ -11,7 +11,7 @@ from ckpt_tools.edit.objects.losses import model_parts
 from ckpt_tools.edit.renaming import rename_metadata
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.contents import StateDict, find_state_dicts, is_optimizer, is_tensor
-from ckpt_tools.io.content import Computed, chunks
+from ckpt_tools.io.content import Computed, Content, chunks
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange, nodes, visit
 from ckpt_tools.tree.modules import is_module, module_state_dict
@@ -122,7 +122,6 @@ _EMA_KEYS = frozenset((
     "swa_state_dict",
 ))  # fmt: skip
 _LIT_EMA = "model_ema."  # LitEma of latent-diffusion: names without their dots, in the model's own state dict
-_MMCV_EMA = "ema_"  # mmcv's EMAHook: buffers of the model, with underscores for dots
 _COUNTERS = frozenset(("decay", "num_updates"))
 
 
@@ -160,9 +159,7 @@ def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
         if where == ("state_dict",) if swapped else named or _averaging(names):
             made = _as_plain_model(state_dict)
         elif any(name.startswith(_LIT_EMA) for name in names):
-            made = _without_averages(state_dict, _LIT_EMA, "")
-        elif has_mmcvs(names):
-            made = _without_averages(state_dict, _MMCV_EMA, "_")
+            made = _without_averages(state_dict)
         else:
             continue
         taken.add(where)
@@ -199,21 +196,18 @@ def _as_plain_model(state_dict: StateDict) -> Dict:
     return made
 
 
-def has_mmcvs(names: Sequence[str]) -> bool:
-    """Whether buffers of mmcv's EMAHook are among the names: `ema_backbone_conv1_weight` of `backbone.conv1.weight`."""
-    flat = {name.replace(".", "_") for name in names if "." in name}
-    return any(name.startswith(_MMCV_EMA) and name.removeprefix(_MMCV_EMA) in flat for name in names)
-
-
-def _without_averages(state_dict: StateDict, prefix: str, dot: str) -> Dict:
-    """A state dict with its averaged tensors in place of the trained ones."""
-    items, flat = state_dict.node.items, _without_dots(state_dict, prefix, dot)
+def _without_averages(state_dict: StateDict) -> Dict:
+    """A state dict with LitEma's averaged tensors in place of the trained ones."""
+    flat: dict[str, list[str]] = {}  # trained tensors without dots, as it writes them, the model's `model.` left out or not
+    for name in state_dict.names:
+        for own in () if name.startswith(_LIT_EMA) else {name, name.removeprefix("model.")}:
+            flat.setdefault(own.replace(".", ""), []).append(name)
     values: dict[Node, Node] = {}
     for key, value in state_dict.node.named.items():
-        short = key.removeprefix(prefix) if key.startswith(prefix) else None
-        if short is None or short in _COUNTERS:
+        short = key.removeprefix(_LIT_EMA)
+        if short == key or short in _COUNTERS:
             continue
-        whose = flat.get(short, flat.get(short.replace(".", dot), []))
+        whose = flat.get(short.replace(".", ""), [])
         if len(whose) != 1:
             known = " or ".join(map(repr, whose)) or "nothing that is there"
             raise ConvertError(
@@ -221,20 +215,11 @@ def _without_averages(state_dict: StateDict, prefix: str, dot: str) -> Dict:
                 fix="Take them apart with `keep` and `rename`.",
             )  # fmt: skip
         values[whose[0]] = value
-    trained = [(name, value) for name, value in items if type(name) is not str or not name.startswith(prefix)]
+    items = state_dict.node.items
+    trained = [(name, value) for name, value in items if type(name) is not str or not name.startswith(_LIT_EMA)]
     made = Dict([(name, values.get(name, value)) for name, value in trained], ordered=state_dict.node.ordered)
     made.attributes = state_dict.node.attributes
     return made
-
-
-def _without_dots(state_dict: StateDict, prefix: str, dot: str) -> dict[str, list[str]]:
-    """The names of trained tensors by how LitEma and mmcv write them: without dots, the model's `model.` left out or not."""
-    flat: dict[str, list[str]] = {}
-    for name in state_dict.names:
-        names = {name, name.removeprefix("model.")} if prefix == _LIT_EMA else {name}
-        for own in () if name.startswith(prefix) else names:
-            flat.setdefault(own.replace(".", dot), []).append(name)
-    return flat
 
 
 # --- storages cut down to what their tensors use: a view holds on to its whole storage, and torch.save writes all of it
@@ -285,28 +270,29 @@ def _cut(storage: Storage, entries: list[Entry], verify: bool) -> Iterator[tuple
     if any(entry.dtype.bits % 8 or entry.dtype.itemsize != entries[0].dtype.itemsize for entry in entries):
         return
     pieces = _pieces(entries)
-    gathered = set()
-    for index, piece in enumerate(pieces):  # of one view with gaps in it the elements alone are enough
-        lazy = any(one.extras is not None and one.extras.metadata is not None for one in piece.entries)
-        if not lazy and len(set(map(view_of, piece.entries))) == 1 and piece.entries[0].nbytes < piece.end - piece.start:
-            gathered.add(index)
-    sizes = [piece.entries[0].nbytes if index in gathered else piece.end - piece.start for index, piece in enumerate(pieces)]
-    if sum(sizes) >= storage.nbytes:
+    contents = [_content(storage, piece) for piece in pieces]
+    if sum(content.length for content in contents) >= storage.nbytes:
         return
-    for index, piece in enumerate(pieces):
-        first = piece.entries[0]
-        whole = part(storage.content, piece.start, piece.end - piece.start)
-        content = row_major(first) if index in gathered else whole
+    for index, (piece, content) in enumerate(zip(pieces, contents, strict=True)):
         if verify:
             content = Computed(content.length, partial(chunks, content), of=storage.content)
         key = storage.key if index == 0 else f"{storage.key}_{index}"
         own = Storage(key, storage.dtype, content.length, storage.device, content)
         for entry in piece.entries:
-            if index in gathered:
+            if content.length < piece.end - piece.start:
                 yield id(entry), replace(entry, storage=own, offset=0, stride=contiguous_stride(entry.shape))
             else:
                 start = entry.offset - piece.start // entry.dtype.itemsize if entry.nbytes else 0
                 yield id(entry), replace(entry, storage=own, offset=start)
+
+
+def _content(storage: Storage, piece: _Piece) -> Content:
+    """The bytes of a piece; of one view with gaps in it the elements alone are enough."""
+    first, length = piece.entries[0], piece.end - piece.start
+    lazy = any(one.extras is not None and one.extras.metadata is not None for one in piece.entries)
+    if not lazy and len(set(map(view_of, piece.entries))) == 1 and first.nbytes < length:
+        return row_major(first)
+    return part(storage.content, piece.start, length)
 
 
 def _pieces(entries: list[Entry]) -> list[_Piece]:
