@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import product
 from math import prod
 from operator import mul
 from typing import NamedTuple
@@ -85,30 +85,18 @@ def _in_boxes(shape: Sizes, itemsize: int, parts: Sequence[Box], start: int, len
 
 
 def _check_apart(name: str, parts: Sequence[Box]) -> None:
-    """No two boxes overlap. With the right number of elements in all they cover the tensor then."""
-    if _is_grid(parts):
-        return
-    limits.NODES.check(len(parts) ** 2 // 16, f"The tensor {name!r} is in {len(parts)} chunks that are not whole rows.")
-    for number, one in enumerate(parts):
-        for other in parts[number + 1 :]:
-            if other.offsets[0] >= one.offsets[0] + one.sizes[0]:
-                break
-            rows = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-            if all(max(a, c) < min(a + b, c + d) for a, b, c, d in rows):
-                raise _overlapping(name)
-
-
-def _is_grid(parts: Sequence[Box]) -> bool:
-    """Whether every box ends where the next ones along each dimension begin, as all devices cut alike: none overlap then."""
-    if len({chunk.offsets for chunk in parts}) < len(parts):
-        return False
-    cuts = [sorted(set(starts)) for starts in zip(*(chunk.offsets for chunk in parts), strict=True)]
-    following = [dict(pairwise(starts)) for starts in cuts]
-    return all(
-        at + size <= after.get(at, at + size)
-        for chunk in parts
-        for at, size, after in zip(chunk.offsets, chunk.sizes, following, strict=True)
-    )
+    """No two boxes share a cell of the grid of all their edges. With the right number of elements they cover the tensor."""
+    dims = range(len(parts[0].sizes))
+    edges = [{edge for box in parts for edge in (box.offsets[dim], box.offsets[dim] + box.sizes[dim])} for dim in dims]
+    places = [{edge: number for number, edge in enumerate(sorted(found))} for found in edges]
+    spans = [
+        [range(place[at], place[at + size]) for at, size, place in zip(box.offsets, box.sizes, places, strict=True)]
+        for box in parts
+    ]
+    cells = sum(prod(map(len, span)) for span in spans)
+    limits.NODES.check(cells, f"The tensor {name!r} is in {len(parts)} chunks that are not whole rows.")
+    if len({cell for span in spans for cell in product(*span)}) < cells:
+        raise _overlapping(name)
 
 
 def _overlapping(name: str) -> TensorError:

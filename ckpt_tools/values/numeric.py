@@ -57,7 +57,7 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
             return
         buffer, out = bytearray(room), bytearray(room // source.itemsize * target.itemsize)
         values, result = torch.frombuffer(buffer, dtype=torch_dtype(source)), torch.frombuffer(out, dtype=torch_dtype(target))
-        for size in _filled(content, source.itemsize, memoryview(buffer)):
+        for size in _filled(content, memoryview(buffer)):
             narrow(values[: size // source.itemsize], result[: size // source.itemsize], count)
             yield memoryview(out)[: size // source.itemsize * target.itemsize]
 
@@ -92,7 +92,7 @@ def _saturated(values: torch.Tensor, dtype: torch.dtype, count: CastCount) -> to
     return values.float().clamp(-largest, largest).where(beyond, values.float()) if bool(beyond.any()) else values
 
 
-def _filled(content: Content, itemsize: int, buffer: memoryview) -> Iterator[int]:
+def _filled(content: Content, buffer: memoryview) -> Iterator[int]:
     """Fill the buffer with one piece of the content after the other; yields how many bytes of it are filled."""
     if isinstance(content, Range):
         with passing(content) as checksum:
@@ -102,11 +102,9 @@ def _filled(content: Content, itemsize: int, buffer: memoryview) -> Iterator[int
                 checksum(buffer[:size])
                 yield size
         return
-    for chunk in whole_elements(content, itemsize):
-        for start in range(0, len(chunk), len(buffer)):
-            piece = chunk[start : start + len(buffer)]
-            buffer[: len(piece)] = piece
-            yield len(piece)
+    for piece in equal_chunks(content, len(buffer)):
+        buffer[: len(piece)] = piece
+        yield len(piece)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -116,22 +114,11 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
-def whole_elements(content: Content, itemsize: int) -> Iterator[bytes | bytearray]:
-    """The content in chunks that end on whole elements."""
-    rest = b""
-    for chunk in chunks(content):
-        data = rest + bytes(chunk) if rest else bytes(chunk)
-        cut = len(data) - len(data) % itemsize
-        rest = data[cut:]
-        if cut:
-            yield data[:cut]
-
-
 def swapped(content: Content, width: int) -> Content:
     """The content with the bytes of every `width`-byte number reversed."""
 
     def work(content: Content) -> Iterator[bytes]:
-        for chunk in whole_elements(content, width):
+        for chunk in equal_chunks(content):
             numbers = array.array(_ARRAY_TYPES[width], chunk)
             numbers.byteswap()
             yield numbers.tobytes()
@@ -204,7 +191,7 @@ def row_major(entry: Entry) -> Content:
     need_torch(GATHERING)
 
     def work() -> Iterator[memoryview]:
-        for chunk in whole_elements(content, item):
+        for chunk in equal_chunks(content):
             values = torch.frombuffer(bytearray(chunk), dtype=torch_dtype(entry.dtype))
             values = values.conj() if "conj" in entry.lazy_bits else values
             yield tensor_bytes(-values if "neg" in entry.lazy_bits else values)
