@@ -64,6 +64,6 @@ def print_extracted(report: Extracted, out: Page) -> None:
     rows += rows_of(
         "module", [printable(f"{row.name}: {shape_text(row.shape)}, rank {row.rank}, error {row.error:.3g}") for row in worst]
     )
-    rows += rows_of("saved whole", report.saved)
+    rows += rows_of("saved whole", [printable(f"{name}: {why}") for name, why in report.why.items()])
     rows += rows_of("left", [f"{name}: differs, but is not in the adapter" for name in report.left])
     print_rows([*rows, ("unchanged", counted(report.unchanged, "tensor"))], out)

@@ -35,7 +35,7 @@ from ckpt_tools.text import Report, listed
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES, DType
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import unwrap
-from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, as_dict, contiguous_stride
+from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict, stored
 from ckpt_tools.tree.options import as_in, as_keywords, option, record, several
 from ckpt_tools.values.low_rank import Factors, Matrix, difference, difference_norm, factors
 from ckpt_tools.values.numeric import row_major
@@ -86,7 +86,8 @@ class Extracted(Report):
 
     Attributes:
         base, tuned, target: the paths. rank: what was asked for. dry_run: whether nothing was written.
-        modules: those that became factors. saved: modules that the adapter holds whole. biases: how many biases it changes.
+        modules: those that became factors. saved: modules that the adapter holds whole. why: the reason of each of them.
+        biases: how many biases it changes.
         left: tensors that differ, and that the adapter has no place for; they count as error.
         unchanged: tensors that are equal.
         size, error: of all changes together, as of one module.
@@ -100,6 +101,7 @@ class Extracted(Report):
     dry_run: bool = False
     modules: list[ExtractedModule] = field(default_factory=list)
     saved: list[str] = field(default_factory=list)
+    why: dict[str, str] = field(default_factory=dict)
     biases: int = 0
     left: list[str] = field(default_factory=list)
     unchanged: int = 0
@@ -198,6 +200,7 @@ class _Adapter:
             for row in rows:
                 self.put(f"{PEFT_PREFIX}{row.name}", row.tuned.dtype, row.tuned.shape, row_major(row.tuned))
             report.saved.append(module)
+            report.why[module] = found.why[module]
         for module, row in found.biases.items():
             change = difference(_matrix(row.name, row.base), _matrix(row.name, row.tuned))
             self.put(f"{PEFT_PREFIX}{module}.lora_B.bias", DTYPES["float32"], row.base.shape, change)
@@ -227,8 +230,7 @@ class _Adapter:
         return len(shape) == 2 and self.turned.get(last_name(module)) == {True}
 
     def put(self, name: str, dtype: DType, shape: tuple[int, ...], content: Content) -> None:
-        storage = Storage(name, dtype, content.length, None, content)
-        self.tensors[name] = Entry(storage, dtype, shape, contiguous_stride(shape), 0), content
+        self.tensors[name] = stored(name, dtype, shape, content, None), content
 
     def config(self) -> dict[str, Any]:
         """adapter_config.json. The scale of each module is 1: alpha is its rank."""

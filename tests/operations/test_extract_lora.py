@@ -124,6 +124,7 @@ def test_a_bias_among_layers_without(tmp_path: Path) -> None:
     paths = saved(tmp_path, base, tuned)
     report = ckpt_tools.extract_lora(paths, tmp_path / "out", rank=1)
     assert (report.saved, [row.name for row in report.modules]) == (["a"], ["b"])
+    assert "lora_bias is for all layers or none" in report.why["a"]
     torch.testing.assert_close(merged(paths, tmp_path), tuned)
 
 

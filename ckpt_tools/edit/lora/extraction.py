@@ -13,6 +13,10 @@ from ckpt_tools.values.numeric import view_of
 from ckpt_tools.values.same_bytes import same_bytes
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
+# Why a module is held whole
+_NO_MATRIX = "factors are for matrices and kernels of floats, of one shape in both models"
+_SQUARE = "it is square, and the file does not tell whether it is stored as [out, in] or [in, out]"
+_BIASES = "its bias differs, and other layers have none: PEFT's lora_bias is for all layers or none"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +41,7 @@ class Extraction:
         self.factored: dict[str, Changed] = {}
         self.biases: dict[str, Changed] = {}
         self.saved: dict[str, list[Changed]] = {}
+        self.why: dict[str, str] = {}
         self.left: list[Changed] = []
         self.names: dict[str, list[str]] = {}
         for name in base:
@@ -53,13 +58,13 @@ class Extraction:
             elif last == "bias" and weight is not None and weight.is_factored():
                 biases.append(module)
             else:
-                self._hold(module, row)
+                self._hold(module, row, _NO_MATRIX)
         known = turned_by_biases(base)
         some_turned = any(True in turned for turned in known.values())
         for module, row in self.factored.items():  # a square one may be stored as [in, out] then
             is_square = len(row.base.shape) == 2 and not is_oblong(row.base.shape) and not is_embedding(module, base)
             if is_square and some_turned and len(known.get(last_name(module), ())) != 1:
-                self._hold(module, row)
+                self._hold(module, row, _SQUARE)
         self.factored = {module: row for module, row in self.factored.items() if module not in self.saved}
         self._take_biases([module for module in biases if module in self.factored])
 
@@ -86,11 +91,12 @@ class Extraction:
         one, other = self.base.get(name), self.tuned.get(name)
         return Changed(name, one, other) if type(one) is Entry and type(other) is Entry else None
 
-    def _hold(self, module: str, row: Changed) -> None:
+    def _hold(self, module: str, row: Changed, why: str) -> None:
         """Hold a module whole, where it is one that holds tensors alone; else a tensor of it is left."""
         if module in self.outer:
             self.left.append(row)
         else:
+            self.why.setdefault(module, why)
             self.saved[module] = [row for row in map(self._pair, self.names[module]) if row is not None]
 
     def _take_biases(self, modules: list[str]) -> None:
@@ -100,7 +106,7 @@ class Extraction:
             self.biases = {module: row for module, row in rows.items() if row is not None}
         else:
             for module in modules:
-                self._hold(module, self.factored.pop(module))
+                self._hold(module, self.factored.pop(module), _BIASES)
 
 
 def _same(one: Entry, other: Entry) -> bool:
