@@ -186,7 +186,7 @@ class _Adapter:
 
     def make(self) -> None:
         report, found = self.report, self.sorted
-        squares = [difference_norm(_matrix(row.name, row.base), _matrix(row.name, row.tuned)) ** 2 for row in found.left]
+        squares = [difference_norm(Matrix.of(row.name, row.base), Matrix.of(row.name, row.tuned)) ** 2 for row in found.left]
         left = sum(squares)
         for done, (module, row) in enumerate(found.factored.items(), 1):
             made = self.add(module, row)
@@ -202,7 +202,7 @@ class _Adapter:
             report.saved.append(module)
             report.why[module] = found.why[module]
         for module, row in found.biases.items():
-            change = difference(_matrix(row.name, row.base), _matrix(row.name, row.tuned))
+            change = difference(Matrix.of(row.name, row.base), Matrix.of(row.name, row.tuned))
             self.put(f"{PEFT_PREFIX}{module}.lora_B.bias", DTYPES["float32"], row.base.shape, change)
         report.biases, report.unchanged = len(found.biases), found.unchanged
         report.left = [row.name for row in found.left]
@@ -211,7 +211,7 @@ class _Adapter:
         report.bytes = sum(content.length for _, content in self.tensors.values())
 
     def add(self, module: str, row: Changed) -> Factors:
-        base, tuned = _matrix(row.name, row.base), _matrix(row.name, row.tuned)
+        base, tuned = Matrix.of(row.name, row.base), Matrix.of(row.name, row.tuned)
         rank = min(self.report.rank, base.rows, base.columns)
         embedding = len(base.shape) == 2 and is_embedding(module, self.base)
         made = factors(base, tuned, rank, self.dtype, turned=embedding or self.is_turned(module, base.shape))
@@ -259,11 +259,7 @@ def _size(row: Changed) -> float:
     """How far a tensor that is held whole has moved; one of another shape has no measure."""
     if row.base.shape != row.tuned.shape or "float" not in {row.base.dtype.family} & {row.tuned.dtype.family}:
         return 0.0
-    return difference_norm(_matrix(row.name, row.base), _matrix(row.name, row.tuned))
-
-
-def _matrix(name: str, entry: Entry) -> Matrix:
-    return Matrix(name, row_major(entry), entry.dtype, entry.shape)
+    return difference_norm(Matrix.of(row.name, row.base), Matrix.of(row.name, row.tuned))
 
 
 def _write(adapter: _Adapter, target: str | os.PathLike[str], inputs: Sequence[Any], options: ExtractOptions) -> None:

@@ -15,7 +15,8 @@ from math import prod
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import Computed, Content, Literal, equal_chunks, read
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.values.numeric import is_finite, one_thread, tensor_bytes, torch_dtype
+from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.values.numeric import is_finite, one_thread, row_major, tensor_bytes, torch_dtype
 from ckpt_tools.values.pytorch import torch
 
 BLOCK = 1 << 17  # elements of the base that are worked on at once: few enough for a cache
@@ -31,6 +32,10 @@ class Matrix:
     dtype: DType
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, name: str, entry: Entry) -> Matrix:
+        return cls(name, row_major(entry), entry.dtype, entry.shape)
+
     @property
     def rows(self) -> int:
         return self.shape[0] if self.shape else 1
@@ -38,6 +43,10 @@ class Matrix:
     @property
     def columns(self) -> int:
         return prod(self.shape[1:])
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

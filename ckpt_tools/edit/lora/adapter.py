@@ -23,6 +23,7 @@ from ckpt_tools.io.parsers import load_json
 from ckpt_tools.parts.open import open_checkpoint, open_source
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.nodes import Entry, stored
+from ckpt_tools.values.low_rank import Matrix
 from ckpt_tools.values.numeric import row_major
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
@@ -40,14 +41,14 @@ class Change:
     module: str
     component: str
     flat: bool
-    down: Entry
-    up: Entry
+    down: Matrix
+    up: Matrix
     scale: float
     embedding: bool = False
     inner: bool = False
-    magnitude: Entry | None = None
+    magnitude: Matrix | None = None
     bias: Entry | None = None
-    mid: Entry | None = None
+    mid: Matrix | None = None
     base: Entry | None = None
     config: Config = field(default_factory=Config)
     parameters: Sequence[str] = ()  # of the module, which the factors may be for by `target_parameters`
@@ -223,7 +224,8 @@ def _change(part: Part, roles: _Roles, config: Config, all_grouped: Collection[s
             )
         module, (experts, _, rank) = part.module.rpartition(".")[0], down[1].shape
         parameters = [one for one in ("gate_up_proj", "down_proj") if f"{module}.{one}" in all_grouped]
-        return Change(module, part.component, part.flat, *found, _scale(part, roles, config, rank), config=config,
+        factors = (Matrix.of(part.module, found[0]), Matrix.of(part.module, found[1]))
+        return Change(module, part.component, part.flat, *factors, _scale(part, roles, config, rank), config=config,
                       parameters=parameters, experts=experts, grouped=True)  # fmt: skip
     rank = _rank(down, up, roles.get("mid"), path)
     parameters = config.parameters_of(part.module)
@@ -238,10 +240,11 @@ def _change(part: Part, roles: _Roles, config: Config, all_grouped: Collection[s
         raise ConvertError(
             f"{path}: {down[0]!r} is of a parameter, and target_parameters in {CONFIG} names none of {part.module!r}."
         )
-    extra: dict[str, Any] = {role: roles[role][1] for role in ("magnitude", "bias", "mid", "base") if role in roles}
+    made = {role: Matrix.of(part.module, entry) for role, (_, entry) in roles.items() if role in (*kind, "magnitude", "mid")}
+    bias, base = (roles.get(role, ("", None))[1] for role in ("bias", "base"))
     return Change(
-        part.module, part.component, part.flat, down[1], up[1], _scale(part, roles, config, rank), kind == kinds[1],
-        part.wrapped > 0, config=config, parameters=parameters, **extra,
+        part.module, part.component, part.flat, made[kind[0]], made[kind[1]], _scale(part, roles, config, rank),
+        kind == kinds[1], part.wrapped > 0, made.get("magnitude"), bias, made.get("mid"), base, config, parameters,
     )  # fmt: skip
 
 

@@ -137,12 +137,11 @@ class Planning:
 
     def add_parameters(self, changes: Sequence[Change], parameters: Sequence[Parameter]) -> None:
         for change, parameter, turned in assigned(changes, parameters, self.adapter, self.base.path):
-            down, up = _matrix(change.module, change.down), _matrix(change.module, change.up)
             for name, first in parameter.pieces:
                 self.base.check_plain(name.removesuffix(".weight"))
                 self.take(name, change)
                 delta = Delta(
-                    down, up, change.scale * self.weight, turned=turned, narrow=True,
+                    change.down, change.up, change.scale * self.weight, turned=turned, narrow=True,
                     experts=change.experts if len(parameter.shape) == 3 else 0, first=first, read=self.read,
                 )  # fmt: skip
                 self.plans.change(name, self.given, delta)
@@ -181,12 +180,10 @@ class Planning:
         is_twice = change.inner and change.module.endswith("out_proj") and self.adapter.version <= _TWICE
         mica = self.adapter.config is not None and self.adapter.config.mica
         narrow = change.embedding or mica or name.endswith(IN_PROJ)
-        magnitude, mid = (None if one is None else _matrix(change.module, one) for one in (change.magnitude, change.mid))
         for is_narrow in (True, False) if is_twice else (narrow,):
             delta = Delta(
-                _matrix(change.module, change.down), _matrix(change.module, change.up), change.scale * self.weight,
-                turned=self.turned.is_turned(change, entry), narrow=is_narrow,
-                by_down=change.embedding or len(entry.shape) > 2, magnitude=magnitude, mid=mid,
+                change.down, change.up, change.scale * self.weight, turned=self.turned.is_turned(change, entry),
+                narrow=is_narrow, by_down=change.embedding or len(entry.shape) > 2, magnitude=change.magnitude, mid=change.mid,
             )  # fmt: skip
             self.plans.change(name, self.given, delta)
         report.twice += [module] if is_twice else []
@@ -205,7 +202,7 @@ class Planning:
             raise ConvertError(
                 f"{self.given}: {what} is {list(entry.shape)}; {name!r} is {list(base.shape)}.", why=_OTHER_MODEL
             )
-        self.plans.change(name, self.given, Addend(_matrix(name, entry), scale * self.weight))
+        self.plans.change(name, self.given, Addend(Matrix.of(name, entry), scale * self.weight))
 
     def add_difference(self, difference: Difference, module: str) -> None:
         name = f"{module}.{difference.ending}"
@@ -265,10 +262,6 @@ class Planning:
             )
 
 
-def _matrix(name: str, entry: Entry) -> Matrix:
-    return Matrix(name, row_major(entry), entry.dtype, entry.shape)
-
-
 # --- all of them
 
 
@@ -308,7 +301,7 @@ class Merging:
         """What the weight was before the change, by the adapter: the base's own, or it comes in its place, as PEFT loads it."""
         weight = self.weight(name)
         old = weight.entry
-        is_same = old.shape == entry.shape and same_content(row_major(old), recast(_matrix(name, entry), old.dtype))
+        is_same = old.shape == entry.shape and same_content(row_major(old), recast(Matrix.of(name, entry), old.dtype))
         self.equal_bases += [entry] * is_same
         if not weight.own_by:
             weight.own, weight.own_by = None if is_same else entry, given
@@ -344,7 +337,7 @@ class Merging:
             base = tensors.get(name)
             both_floats = type(base) is Entry and {base.dtype.family, entry.dtype.family} == {"float"}
             dtype = base.dtype if type(base) is Entry and both_floats else entry.dtype
-            content = recast(_matrix(name, entry), dtype)
+            content = recast(Matrix.of(name, entry), dtype)
             new[name] = _alone(base if type(base) is Entry else like or entry, f"own{number}", content, dtype, entry.shape)
         self.node.items[:] = [(key, new.pop(key, value) if type(key) is str else value) for key, value in self.node.items]
         self.node.items += new.items()
@@ -372,9 +365,9 @@ class Merging:
 def _made(weight: _Weight, key: str) -> Entry:
     entry = weight.entry
     if weight.own is not None:
-        entry = _alone(entry, "", recast(_matrix(weight.name, weight.own), entry.dtype), entry.dtype, weight.own.shape)
+        entry = _alone(entry, "", recast(Matrix.of(weight.name, weight.own), entry.dtype), entry.dtype, weight.own.shape)
     extras = replace(entry.extras, metadata=None) if entry.extras else None  # the conj and neg bits are worked in
-    content = merged(_matrix(weight.name, entry), weight.pieces)
+    content = merged(Matrix.of(weight.name, entry), weight.pieces)
     return _alone(replace(entry, extras=extras), key, content, entry.dtype, entry.shape)
 
 
