@@ -1,7 +1,7 @@
 """`python -m tests.support.job COUNT SCRIPT [ARGUMENT ...]`: a job of ranks, as torchrun starts one.
 
-The ranks are forks of one process, which imports torch once for all; they have torchrun's variables. One
-that fails ends the others.
+The ranks are forks of one process, which imports torch once for all; they have torchrun's variables, and meet at
+a store of that process. One that fails ends the others.
 """
 
 import contextlib
@@ -28,12 +28,13 @@ def job(count: int, script: Path | str, *arguments: object, cwd: Path = ROOT) ->
 def _main(count: int, script: str) -> int:
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel  # noqa: F401 - what every rank would import
+    import torch.distributed.tensor.parallel  # what every rank would import
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     ranks = set()
     for rank in range(count):
         child = os.fork()
@@ -43,6 +44,7 @@ def _main(count: int, script: str) -> int:
             run(script, run_name="__main__")
             return 0
         ranks.add(child)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     code = 0
     while ranks:
         ended, status = os.wait()
@@ -53,6 +55,7 @@ def _main(count: int, script: str) -> int:
             for other in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other, signal.SIGTERM)
+    del store  # nobody meets any more
     return code
 
 

@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import torch
 from torch.distributed import TCPStore
 
 import train as package
+from tests.support.job import job
 from train.config import Config
 from train.train import train
 
@@ -28,32 +26,6 @@ RESNET: dict[str, Any] = {
     **FEW,
     "samples": 240,
 }  # three steps
-
-# Several runs in each process, since starting one takes longer than training. A run is [options, rank, step]: that rank
-# sends itself SIGTERM after so many steps; rank -1 is nobody. A rank that waits for another for minutes says where, and ends.
-RANKS = """
-import faulthandler, json, os, signal, sys
-from train import metrics, train as loop
-from train.__main__ import command
-
-faulthandler.dump_traceback_later(200, exit=True)
-metrics.draw = lambda rows, path: None
-step = loop.train_step
-for number, (options, rank, after) in enumerate(json.loads(sys.argv[1])):
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-    done = 0
-
-    def stopping(*arguments):
-        global done
-        done += 1
-        if int(os.environ["RANK"]) == rank and done == after:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(*arguments)
-
-    loop.train_step = stopping
-    code = command(["--parallel", "ddp", *options], standalone_mode=False)
-    assert code == (0 if rank < 0 else 128 + signal.SIGTERM), code
-"""
 
 
 def spelled(options: dict[str, Any]) -> list[str]:
@@ -86,33 +58,10 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def ranks(size: int, *runs: list[str] | tuple[list[str], int, int]) -> None:
-    """Runs each list of options in `size` processes, one after the other, each under a number of its own; see RANKS."""
+    """Runs each list of options in `size` processes, one after the other, each under a number of its own: ranks_job.py."""
     plans = json.dumps([each if isinstance(each, tuple) else (each, -1, 0) for each in runs])
-    _store, meet = meeting_place()
-    world = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANKS, plans],
-            env=environment(**world, **meet, RANK=str(rank), LOCAL_RANK=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    _wait_for(processes)
-    outputs = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * size, "\n".join(outputs)
-
-
-def _wait_for(processes: list[subprocess.Popen[str]]) -> None:
-    """Until all have ended. Once one has failed, or after minutes, the others are ended: they would wait for it."""
-    end = time.monotonic() + 240
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes) or time.monotonic() > end:
-            for process in processes:
-                process.kill()
-        time.sleep(0.05)
+    done = job(size, "tests/train/ranks_job.py", plans)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def bare(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
