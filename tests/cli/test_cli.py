@@ -1,6 +1,5 @@
 """The command line as a user types it: what it prints, its exit codes, its answers to mistakes."""
 
-import argparse
 import ast
 import json
 import os
@@ -24,34 +23,11 @@ ckpt = run
 # --- inspect
 
 
-def test_a_dangling_link_in_a_folder_is_told(training_file: Path) -> None:
-    """A link named like a checkpoint that leads nowhere is no silence; a named pipe is passed over, not waited for."""
-    (training_file.parent / "best.pth").symlink_to("gone.pth")
-    os.mkfifo(training_file.parent / "pipe.pth")
-    result = shell("inspect", training_file.parent)
-    assert result.returncode == 3
-    assert result.stderr.startswith(f"Error: {training_file.parent / 'best.pth'} cannot be read.")
-    assert result.stderr.count("cannot be read") == 1
-    assert "torch-zip" in result.stdout
-
-
 def test_empty_folder_is_refused(tmp_path: Path) -> None:
     """A folder without checkpoints is an error, not silence."""
     result = shell("inspect", tmp_path)
     assert result.returncode == 3
     assert "folder without checkpoints" in result.stderr
-
-
-def test_a_bad_file_does_not_stop_the_others(training_file: Path) -> None:
-    """The other files are shown, the bad one is explained on standard error, the exit code tells."""
-    bad = training_file.with_name("a.pth")
-    bad.write_text("<html><head><title>Sign in</title></head></html>")
-    result = shell("inspect", bad, training_file)
-    assert result.returncode == 3
-    assert "web page" in result.stderr
-    assert "'Sign in'" in result.stderr
-    assert "torch-zip" in result.stdout
-    assert "Traceback" not in result.stderr
 
 
 def test_pipes_get_no_colour_and_no_blanks(training_file: Path) -> None:
@@ -142,16 +118,6 @@ def test_every_command_of_a_finding_works(tmp_path: Path) -> None:
     assert [ckpt(*line.split()[1:], "--overwrite").exit_code for line in lines] == [0] * 4
 
 
-def test_one_command_mends_everything(tmp_path: Path) -> None:
-    """Where several things can be mended, the last finding has one command for all, and it works."""
-    path = tmp_path / "file.pth"
-    torch.save({"model": {"module.a.w": torch.ones(2)}, "args": argparse.Namespace(lr=1)}, path)
-    line = ckpt("inspect", path).output.splitlines()[-1]
-    assert line.endswith("--strip-module --objects plain")
-    assert ckpt(*line.split()[1:]).exit_code == 0
-    assert json.loads(ckpt("inspect", "--json", tmp_path / "file.fixed.pth").output)["findings"] == []
-
-
 def test_long_names_are_not_broken_in_a_pipe(tmp_path: Path) -> None:
     """A name of 500 characters stays on one line, so that grep finds it."""
     name = "layer." * 83 + "weight"
@@ -220,16 +186,3 @@ def test_out_is_an_option_too(command: str, tmp_path: Path) -> None:
     assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
     twice = exactly(command, DDP, tmp_path / "c.pth", "-o", tmp_path / "d.pth", code=2)
     assert "OUT is given twice" in twice.output
-
-
-def test_out_of_several_inputs_is_an_option_too(tmp_path: Path) -> None:
-    """`average IN IN -o OUT` and `extract-lora BASE TUNED -o OUT`; without an OUT the latter is refused."""
-    exactly("average", SINGLE, SINGLE, "-o", tmp_path / "mean.pth")
-    exactly("average", SINGLE, SINGLE, tmp_path / "again.pth")
-    assert (tmp_path / "mean.pth").read_bytes() == (tmp_path / "again.pth").read_bytes()
-    base, tuned = FIXTURES / "lora" / "base.safetensors", FIXTURES / "lora" / "plain"
-    exactly("convert", base, "-o", tmp_path / "tuned.safetensors", "--lora", tuned)
-    asked = ["extract-lora", base, tmp_path / "tuned.safetensors", "--rank", 4]
-    exactly(*asked, code=2)
-    assert run(*asked, "-o", tmp_path / "adapter").exit_code in (0, 1)
-    assert (tmp_path / "adapter" / "adapter_config.json").exists()

@@ -62,13 +62,6 @@ def test_what_is_cut_off_is_refused(command: str) -> None:
         assert result.exit_code == (3 if command != "scan" else 0 if not data else 1)
 
 
-def test_standard_input_can_be_read_once() -> None:
-    """Two of it are refused before anything is read."""
-    result = run("inspect", "-", "-", data=DDP.read_bytes())
-    assert result.exit_code == 2
-    assert "Standard input was given twice" in result.output
-
-
 def test_a_file_called_minus_has_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`./-` is a file."""
     (tmp_path / "-").write_bytes(DDP.read_bytes())
