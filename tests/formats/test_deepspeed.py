@@ -46,19 +46,6 @@ def test_genuine_folders_that_are_cut_twice(name: str, trained: int, tmp_path: P
     assert {key for group in optimizer["param_groups"] for key in group["params"]} == {*optimizer["state"]}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [1, 2, 3, 11])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_merged_tensors_are_the_models(stage: int, world: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Bit for bit, in the model's order: weights in fp32, buffers and frozen weights in their own dtype, tied ones tied."""
-    model = trained(dtype)
-    save_zero(tmp_path / "in", model, stage, world)
-    ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
-    written = torch.load(tmp_path / "out.pth", weights_only=True)
-    assert equal(written, model.whole)
-    assert written["head.weight"].data_ptr() == written["emb.weight"].data_ptr()
-
-
 @pytest.mark.parametrize(("padded", "aligned"), [(True, 0), (False, 8), (False, 2)])
 def test_paddings_of_every_version(padded: bool, aligned: int, tmp_path: Path) -> None:
     """A filling behind the last weight that older versions keep, and one behind every parameter that newer ones tell."""

@@ -1,6 +1,6 @@
 """The files of all ranks become one checkpoint, equal to the model that was cut, or an error names what does not fit."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,8 @@ from ckpt_tools.errors import ChecksumError, NotACheckpointError, PartError
 from ckpt_tools.torch import load_state_dict
 from tests.support.commands import ckpt
 from tests.support.graphs import equal
-from tests.support.rank_files import fsdp1, fsdp2, fsdp_tp, hsdp, net, rank_of, save_ranks, sharded, tp
+from tests.support.rank_files import fsdp2, net, rank_of, save_ranks, sharded
 from tests.support.zips import flip_byte
-
-Cut = Callable[[nn.Module, int, int], Mapping[str, Any]]
-CASES = [(cut, world) for cut in (fsdp1, fsdp2, hsdp, tp, fsdp_tp) for world in (1, 2, 3, 4)]  # more in tests/net/test_parts
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("cut", "world"), CASES)
-def test_the_merged_tensors_are_the_models(cut: Cut, world: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Bit for bit, in the model's order, tied weights tied, from the folder and from any one of its files."""
-    expected = save_ranks(tmp_path / "in", cut, world, dtype=dtype)
-    ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
-    written = torch.load(tmp_path / "out.pth", weights_only=True)
-    assert equal(written, expected)
-    assert written["head.weight"].data_ptr() == written["emb.weight"].data_ptr()
-    one = tmp_path / "in" / f"model_world_size_{world}_rank_{world - 1}.pt"
-    assert equal(load_state_dict(one), expected)
 
 
 def test_a_genuine_folder() -> None:
