@@ -32,9 +32,9 @@ def log(folder: Path) -> Made:
 
 
 def replay_buffer(folder: Path) -> Made:
-    """200,000 transitions of a reinforcement learner, with arrays."""
+    """20,000 transitions of a reinforcement learner, with arrays."""
     state = np.zeros(4, "f4")
-    rows = [(state + step, step % 4, 0.5, state, False) for step in range(200_000)]
+    rows = [(state + step, step % 4, 0.5, state, False) for step in range(20_000)]
     torch.save({"model": {"w": torch.ones(2)}, "buffer": rows}, folder / "buffer.pth")
     return folder / "buffer.pth", 1
 
@@ -86,8 +86,8 @@ def distributed(folder: Path, ranks: int, tensors: int) -> Made:
     return folder, tensors
 
 
-QUICK: list[Callable[[Path], Made]] = [log, numbers, lambda folder: distributed(folder, 110, 100)]
-SLOW: list[Callable[[Path], Made]] = [replay_buffer, many_tensors, index, lambda folder: distributed(folder, 1000, 100)]
+QUICK: list[Callable[[Path], Made]] = [log, replay_buffer, numbers, lambda folder: distributed(folder, 110, 100)]
+SLOW: list[Callable[[Path], Made]] = [many_tensors, index, lambda folder: distributed(folder, 1000, 100)]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, MissingFileError, NotACheckpointError, ObjectsError
-from tests.hostile.refusals import expect_convert_refused, expect_refused, info, safetensors, write
-from tests.hostile.zips import Rec, build
+from ckpt_tools.errors import CkptError, MissingFileError, NotACheckpointError
+from tests.hostile.refusals import expect_refused, info, safetensors, write
 from tests.support.legacy import saved
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3)}
@@ -66,24 +65,6 @@ def test_10_wrong_extension(name: str, tmp_path: Path) -> None:
     assert (found.container, [row["name"] for row in found.tensors]) == ("torch-zip", ["a.weight"])
     plain = write(tmp_path, safetensors({"a": info()}, bytes(8)), "really.pth")
     assert ckpt_tools.inspect(plain).container == "safetensors"
-
-
-def test_11_torchscript(tmp_path: Path) -> None:
-    """A TorchScript program is shown as one; convert says how to take its state dict out, and runs nothing."""
-    records = {"archive/data.pkl": b"\x80\x02}.", "archive/constants.pkl": b"\x80\x02).", "archive/version": b"3\n"}
-    data = build([Rec(name.encode(), content) for name, content in records.items()])
-    path = write(tmp_path, data)
-    assert ckpt_tools.inspect(path).container == "torchscript"
-    expect_convert_refused(path, ObjectsError, "TorchScript program", "objects='plain'")
-
-
-def test_13_two_zips(tmp_path: Path) -> None:
-    """Two archives, one behind the other, as in a .distcp shard: both are shown, and the warning says what the file is."""
-    for second in (SAVED, saved({"b": torch.zeros(100)})):
-        found = ckpt_tools.inspect(write(tmp_path, SAVED + second))
-        assert found.container == "dcp-part"
-        assert {row["where"][0] for row in found.tensors} == {0, 1}
-        assert [finding.code for finding in found.findings if finding.severity == "warning"] == ["several-archives"]
 
 
 def test_13_two_zips_and_more(tmp_path: Path) -> None:

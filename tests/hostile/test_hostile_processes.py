@@ -101,19 +101,6 @@ def test_90_two_converts_to_one_folder(tmp_path: Path) -> None:
 # --- outputs that are not files
 
 
-@pytest.mark.parametrize(("command", "target"), [("convert", "pipe"), ("repair", "pipe"), ("convert", "/dev/stdout")])
-def test_91_a_pipe_as_output(target: str, command: str, tmp_path: Path) -> None:
-    """Refused at once, also with --overwrite: nobody waits for a reader, nothing is written, the pipe stays."""
-    torch.save({"module.a.w": torch.ones(100)}, tmp_path / "in.pth")
-    os.mkfifo(tmp_path / "pipe")
-    process = start(tmp_path, command, "in.pth", target, "--overwrite")
-    printed, told = process.communicate(timeout=60)
-    assert (process.returncode, printed) == (3, b""), told
-    assert b"not a regular file" in told
-    assert (tmp_path / "pipe").is_fifo()
-    assert hidden(tmp_path) == []
-
-
 # --- Ctrl-C
 
 

@@ -89,14 +89,6 @@ def test_90_out_is_a_dangling_symlink(source: Path, tmp_path: Path) -> None:
     expect_convert_refused(source, OutputError, "There is no folder", target="lost.pth")
 
 
-@pytest.mark.parametrize("spelling", ["in.pth", "./in.pth", "../{}/in.pth"])
-def test_90_out_exists(spelling: str, source: Path, tmp_path: Path) -> None:
-    """Never without being told to, the input itself included."""
-    expect_convert_refused(
-        source, OutputExistsError, "already exists", "`overwrite=True`", target=spelling.format(tmp_path.name)
-    )
-
-
 def test_90_out_appears_meanwhile(tmp_path: Path) -> None:
     """Somebody else's file that came while we wrote stays."""
     source, target = save(tmp_path / "in.pth", KERNEL), tmp_path / "out.pth"
