@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch.distributed import checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools.errors import ChangedFileError, ConvertError
-from ckpt_tools.torch import load_state_dict
 from tests.support.commands import ckpt
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -70,19 +68,6 @@ def test_a_part_of_a_distributed_checkpoint(tmp_path: Path) -> None:
     part.write_bytes(old)
     part.rename(tmp_path / "alone.distcp")
     ckpt_tools.edit_in_place(tmp_path / "alone.distcp", map_location="cuda")
-
-
-@pytest.mark.parametrize("kind", ["safetensors", "pth"])
-def test_a_shard_beside_its_index(pth: Path, tmp_path: Path, kind: Literal["safetensors", "pth"]) -> None:
-    """Names and sizes of a shard stand in the index too: it stays as it is."""
-    folder = tmp_path / "shards"
-    ckpt_tools.convert(pth, folder, select="model", shard_size=20_000, format=kind)
-    for shard in sorted(folder.glob("*-of-*")):
-        old = shard.read_bytes()
-        with pytest.raises(ConvertError, match=r"\.index\.json describes.*\n.*ckpt convert \S*shards OUT"):
-            ckpt_tools.edit_in_place(shard, strip_module=True)
-        assert shard.read_bytes() == old
-    assert len(load_state_dict(folder, unwrap=False)) == 14
 
 
 @pytest.mark.parametrize("part", [
