@@ -274,17 +274,6 @@ def test_a_mapped_file_is_private_and_lazy(tmp_path: Path) -> None:
     assert float(loaded.sum()) == (1 << 19) + 4
 
 
-def test_what_was_put_on_a_parameter_stays(tmp_path: Path) -> None:
-    """An exchanged parameter keeps the attributes of the old one: trainers mark parameters so."""
-    torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "in.pth")
-    model = nn.Linear(3, 2)
-    model.weight.no_decay = True  # type: ignore[attr-defined]
-    model.bias.requires_grad_(requires_grad=False)  # type: ignore[call-arg]
-    assert ckpt.load_into(model, tmp_path / "in.pth", assign=True)
-    assert model.weight.no_decay is True  # type: ignore[attr-defined]
-    assert [parameter.requires_grad for parameter in model.parameters()] == [True, False]
-
-
 def test_a_model_under_activation_checkpointing(tmp_path: Path) -> None:
     """torch's checkpoint_wrapper takes its name out of the state dict; what it wraps is found, also under two of them."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
