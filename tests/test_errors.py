@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -73,19 +72,6 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
     assert there.read_bytes() == b"x"
     with pytest.raises(FileExistsError):
         ckpt_tools.convert(SINGLE, there)
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may do anything")
-def test_what_is_not_permitted(tmp_path: Path) -> None:
-    """A file that may not be read, and a folder that may not be written, are refused with the system's words."""
-    closed, folder = tmp_path / "closed.pth", tmp_path / "folder"
-    closed.write_bytes(SINGLE.read_bytes())
-    closed.chmod(0)
-    folder.mkdir(0o555)
-    with pytest.raises(CkptError, match="Permission denied"):
-        ckpt_tools.inspect(closed)
-    with pytest.raises(errors.OutputError, match="read-only"):
-        ckpt_tools.convert(SINGLE, folder / "out.pth")
 
 
 def test_arguments_are_called_as_their_reader_knows_them(tmp_path: Path) -> None:

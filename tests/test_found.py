@@ -116,23 +116,6 @@ def test_a_trained_network_is_as_accurate_after_the_conversion(tmp_path: Path) -
         assert f"test accuracy {accuracy:.2%}" in said.output
 
 
-@pytest.mark.parametrize(
-    ("name", "container"),
-    [
-        ("legacy.pth", "torch-legacy"), ("dcp", "dcp"), ("shards", "sharded"), ("torchscript.pt", "torchscript"),
-        ("run.pth", "torch-zip"),
-    ],
-)  # fmt: skip
-def test_each_is_in_the_container_that_it_stands_for(name: str, container: str) -> None:
-    assert ckpt_tools.inspect(FOUND / name).container == container
-
-
-@pytest.mark.parametrize("name", ["whole-dp.pth", "whole-ddp.pth", "objects.pth"])
-def test_whole_models_are_of_a_class_that_only_their_author_has(name: str) -> None:
-    with pytest.raises(AttributeError, match="Can't get attribute 'Net'"):
-        torch.load(FOUND / name, weights_only=False)
-
-
 def test_a_run_of_today_goes_on_from_the_run(tmp_path: Path) -> None:
     (tmp_path / "epoch_008.pth").write_bytes((FOUND / "run.pth").read_bytes())
     said = CliRunner().invoke(train, ["--resume", str(tmp_path / "epoch_008.pth"), "--epochs", "9"])

@@ -1,12 +1,8 @@
 """Limits: one table, documented, named by the errors, and raised in one way."""
 
-import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -58,24 +54,3 @@ def test_processes_have_the_same_limits(many_records: Path) -> None:
     """Files that are read in other processes are held to the limits of this one."""
     refused = shell("inspect", "--jobs", "2", many_records, many_records, "--limit", "records=3")
     assert (refused.returncode, refused.stderr.count("--limit records=7")) == (3, 2), refused
-
-
-HONEST: dict[str, Callable[[], Any]] = {
-    "a-tensor": lambda: {"w": torch.arange(790_000.0)},
-    "a-log": lambda: [{"step": step, "loss": step / 7} for step in range(250_000)],
-    "a-replay-buffer": lambda: [(np.full(4, step), step % 5, float(step)) for step in range(20_000)],
-    "numbers": lambda: list(range(1_000_000)),
-    "a-text": lambda: "x" * 30_000_000,
-    "tensors": lambda: {f"block.{i // 8}.{i % 8}.w": torch.zeros(1) for i in range(40_000)},
-}
-
-
-@pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize("name", HONEST)
-def test_honest_files_open(name: str, protocol: int, tmp_path: Path) -> None:
-    """What a program may well have saved is read: the largest values of each kind that people have."""
-    if name == "a-tensor":
-        (tmp_path / "in.pth").write_bytes(pickle.dumps(HONEST[name](), protocol))
-    else:
-        torch.save({"w": torch.ones(2), "value": HONEST[name]()}, tmp_path / "in.pth", pickle_protocol=protocol)
-    assert ckpt_tools.inspect(tmp_path / "in.pth").totals["tensors"] >= 1
