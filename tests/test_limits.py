@@ -42,14 +42,6 @@ def test_raised_ends_with_its_block(many_records: Path) -> None:
     assert ckpt_tools.inspect(many_records).totals["tensors"] == 1
 
 
-def test_the_option_and_the_variable(many_records: Path) -> None:
-    """--limit for one command, CKPT_LIMITS for all, the option before the variable."""
-    assert shell("inspect", many_records, "--limit", "records=3").returncode == 3
-    refused = shell("check", many_records, CKPT_LIMITS="records=3 nested=50")
-    assert (refused.returncode, "--limit records=7" in refused.stdout) == (3, True), refused
-    assert shell("inspect", many_records, "--limit", "records=30", CKPT_LIMITS="records=3").returncode == 0
-
-
 def test_processes_have_the_same_limits(many_records: Path) -> None:
     """Files that are read in other processes are held to the limits of this one."""
     refused = shell("inspect", "--jobs", "2", many_records, many_records, "--limit", "records=3")

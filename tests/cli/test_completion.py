@@ -1,5 +1,6 @@
 """What a shell offers, through click's own completion protocol."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from tests.support.commands import main
 from tests.support.samples import FIXTURES
 
 
@@ -20,10 +23,8 @@ def offered(words: str, folder: Path = FIXTURES, shell: str = "bash") -> list[st
     environment = {
         "_CKPT_COMPLETE": f"{shell}_complete", "COMP_WORDS": words, "COMP_CWORD": last if shell == "fish" else str(number),
     }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "ckpt_tools"], capture_output=True, text=True, cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(FIXTURES.parent), **environment},
-    )  # fmt: skip
+    with contextlib.chdir(folder):
+        done = CliRunner().invoke(main, [], prog_name="ckpt", env=environment)
     assert done.stderr == ""
     lines = done.stdout.split()
     return [line.partition(",")[2] for line in lines] if shell == "bash" else lines

@@ -105,7 +105,7 @@ def test_objects(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_limits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CKPT_LIMITS is every command's, and the option goes before it."""
-    monkeypatch.setenv("CKPT_LIMITS", "records=5")
+    monkeypatch.setenv("CKPT_LIMITS", "records=5 nested=50")
     done = run("inspect", "ddp.pth")
     assert (done.exit_code, "The limit is 5 records" in done.stderr) == (3, True)
     ckpt("inspect", "ddp.pth", "--limit", "records=50")

@@ -104,8 +104,7 @@ def merged(folder: Path) -> State:
     return {name: value for name, value in load_state_dict(folder, select="model").items() if "_extra_state" not in name}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("gated", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
 @pytest.mark.parametrize(
     ("tp", "pp", "virtual"), [(1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1), (2, 2, 2)]
 )

@@ -16,6 +16,8 @@ import pytest
 from tests.support.commands import ckpt
 from tests.support.samples import FIXTURES
 from tests.support.terminal import ROOT, run
+from tests.support.without import Done
+from tests.support.without import run as many
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="modes, pipes and links as Linux has them")
 SINGLE = FIXTURES / "single.pth"
@@ -30,12 +32,10 @@ def held_to_modes() -> None:
         libc.prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
 
 
-def limited(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """`ckpt`, by someone who may not read everything."""
-    command = [sys.executable, "-m", "ckpt_tools", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, preexec_fn=held_to_modes, env={**os.environ, "COLUMNS": "200"}
-    )
+def limited(*lines: str) -> list[Done]:
+    """These commands one after another, by someone who may not read everything."""
+    environment = {**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+    return many([line.split() for line in lines], Path.cwd(), environment, before=held_to_modes)
 
 
 @pytest.fixture
@@ -66,15 +66,16 @@ def top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     if not subprocess.run([sys.executable, "-c", unlisted], preexec_fn=held_to_modes, stderr=subprocess.DEVNULL).returncode:
         pytest.skip("modes do not hold here")
     yield Path("top")
-    for name in modes:  # so that pytest can remove them
-        os.chmod(name if os.path.lexists(name) else f"{os.path.basename(name)}.aside", 0o700)
+    for name in (*modes, *(f"alone/{os.path.basename(name)}/{os.path.basename(name)}" for name in modes)):
+        if os.path.lexists(name):  # so that pytest can remove them
+            os.chmod(name, 0o700)
 
 
 def test_scan_names_all_of_it(top: Path) -> None:
     """Each is "could not be examined" by name, with the reason, and fails; what links inside lead to is looked through once."""
-    done = limited("scan", "--json", top)
-    found = {row["path"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert done.returncode == 1
+    (done,) = limited("scan --json top")
+    found = {row["path"]: row for row in map(json.loads, done.out.splitlines())}
+    assert done.code == 1
     assert {path for path, row in found.items() if row["verdict"] == "plain"} == {
         "top/good.pth", "top/own/model.pth", "top/linked.pth",
     }  # fmt: skip
@@ -93,45 +94,46 @@ def test_scan_names_all_of_it(top: Path) -> None:
     assert len(found) == 3 + len(reasons)
 
 
-@pytest.mark.parametrize("only", ["unlisted", "unsearched", "unreadable.pth", "outside", "pipe.pth", "socket", "gone.pth"])
-def test_each_alone_fails(only: str, top: Path) -> None:
+def test_each_alone_fails(top: Path) -> None:
     """One of them is enough for exit code 1, in a folder where all else is good."""
-    for place in top.iterdir():
-        if place.name not in ("good.pth", only):
-            place.rename(f"{place.name}.aside")
-    done = limited("scan", top)
-    assert done.returncode == 1
-    assert f"top/{only}" in done.stdout
-    assert "could not be examined" in done.stdout
+    names = ("unlisted", "unsearched", "unreadable.pth", "outside", "pipe.pth", "socket", "gone.pth")
+    for name in names:
+        alone = Path("alone", name)
+        alone.mkdir(parents=True)
+        (top / name).rename(alone / name)
+        shutil.copy(SINGLE, alone / "good.pth")
+    for name, done in zip(names, limited(*(f"scan alone/{name}" for name in names)), strict=True):
+        assert done.code == 1, name
+        assert f"alone/{name}/{name}" in done.out
+        assert "could not be examined" in done.out
 
 
 def test_what_is_named_on_the_command_line(top: Path) -> None:
     """A link that the user names is followed; what may not be read is said so, and the others are examined all the same."""
-    done = limited("scan", "top/outside")
-    assert (done.returncode, done.stdout) == (0, "top/outside/model.pth: safe: no code in it\n")
-    for command, code in (("scan", 1), ("check", 3), ("inspect", 3)):
-        for name in ("top/unreadable.pth", "top/unlisted/model.pth", "top/unlisted"):
-            done = limited(command, "top/good.pth", name)
-            assert done.returncode == code, done
-            said = done.stdout + done.stderr
-            assert "top/good.pth" in said
-            assert "Permission denied" in said
-            assert "no such file" not in said.lower()
-    for line in ("top/unlisted/model.pth", "show top/unlisted/model.pth w", "convert top/unreadable.pth out.pth",
-                 "check --latest-good top/unlisted/model.pth", "check --latest-good top"):  # fmt: skip
-        done = limited(*line.split())
-        assert done.returncode in (1, 3), (line, done)
-        assert "ermission denied" in done.stderr or "cannot be listed" in done.stderr, (line, done)
-        assert "no such file" not in done.stderr.lower()
+    codes = {"scan": 1, "check": 3, "inspect": 3}
+    names = ("top/unreadable.pth", "top/unlisted/model.pth", "top/unlisted")
+    beside = [f"{command} top/good.pth {name}" for command in codes for name in names]
+    alone = ["top/unlisted/model.pth", "show top/unlisted/model.pth w", "convert top/unreadable.pth out.pth",
+             "check --latest-good top/unlisted/model.pth", "check --latest-good top"]  # fmt: skip
+    linked, *others = limited("scan top/outside", *beside, *alone)
+    assert (linked.code, linked.out) == (0, "top/outside/model.pth: safe: no code in it\n")
+    for line, done in zip(beside, others, strict=False):
+        said = done.out + done.err
+        assert (done.code, "top/good.pth" in said, "Permission denied" in said) == (codes[line.split()[0]], True, True), done
+        assert "no such file" not in said.lower()
+    for line, done in zip(alone, others[len(beside) :], strict=True):
+        assert done.code in (1, 3), (line, done)
+        assert "ermission denied" in done.err or "cannot be listed" in done.err, (line, done)
+        assert "no such file" not in done.err.lower()
 
 
 @pytest.mark.parametrize("command", ["check", "inspect"])
 def test_check_and_inspect_of_a_folder(command: str, top: Path) -> None:
     """What cannot be read is an error of its own and stops nothing else; what is no checkpoint, or not followed, is named."""
-    done = limited(command, "--json", top)
-    *rows, others = map(json.loads, done.stdout.splitlines())
+    (done,) = limited(f"{command} --json top")
+    *rows, others = map(json.loads, done.out.splitlines())
     unreadable = {row["path"] for row in rows if "error" in row or row.get("verdict") == "unreadable"}
-    assert done.returncode == 3
+    assert done.code == 3
     assert unreadable == {"top/unlisted", "top/unsearched/model.pth", "top/unreadable.pth", "top/loop.pth", "top/gone.pth"}
     assert {row["path"] for row in rows} - unreadable == {"top/good.pth", "top/own/model.pth", "top/linked.pth"}
     assert set(others["no_checkpoints"]) == {"top/outside", "top/up", "top/pipe.pth", "top/device", "top/socket"}

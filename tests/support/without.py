@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,12 +71,20 @@ def hide(folder: Path, names: Sequence[str] = OPTIONAL) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
 
 
-def run(commands: Sequence[Sequence[str]], where: Path, environment: dict[str, str], start: Sequence[str] = ()) -> list[Done]:
-    """Run commands one after another in a folder; `start` are options of Python, and the path of a zip to import from."""
-    before = "".join(f"import sys; sys.path.insert(0, {path!r})" for path in start[-1:])
+def run(
+    commands: Sequence[Sequence[str]], where: Path, environment: dict[str, str], start: Sequence[str] = (),
+    before: Callable[[], None] | None = None,
+) -> list[Done]:  # fmt: skip
+    """Run commands one after another in a folder, in one process.
+
+    Args:
+        start: options of Python, and the path of a zip to import from.
+        before: is called in the process before it begins.
+    """
+    path = "".join(f"import sys; sys.path.insert(0, {path!r})" for path in start[-1:])
     done = subprocess.run(
-        [sys.executable, *start[:-1], "-c", before + _RUNNING], input=json.dumps(commands), capture_output=True,
-        encoding="utf-8", cwd=where, env={**environment, "PYTHONIOENCODING": "utf-8"}, check=False,
+        [sys.executable, *start[:-1], "-c", path + _RUNNING], input=json.dumps(commands), capture_output=True,
+        encoding="utf-8", cwd=where, env={**environment, "PYTHONIOENCODING": "utf-8"}, check=False, preexec_fn=before,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [Done(*row) for row in json.loads(done.stdout)]
