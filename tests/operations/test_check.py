@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools import check
-from ckpt_tools.errors import UsageError
 from tests.support.commands import ckpt
 from tests.support.samples import CODES, FIXTURES
 from tests.support.terminal import run
@@ -181,28 +180,6 @@ def test_repair_is_advised_for_what_lies_behind_garbage(tmp_path: Path) -> None:
     (finding,) = check(path).findings
     assert "ckpt repair" in finding.fix
     ckpt(*finding.fix.split()[1:])
-
-
-def devices(path: Path, **options: object) -> list[tuple[str, str]]:
-    """The severity and the text of what check says about devices."""
-    found = check(path, **options).findings  # type: ignore[arg-type]
-    return [(finding.severity, finding.found) for finding in found if finding.code == "no-such-device"]
-
-
-def test_a_device_that_was_asked_for(tmp_path: Path) -> None:
-    """Tags of other devices are a problem, those of the devices up to its number are none; no device is a usage error."""
-    mixed = FIXTURES / "mixed_devices.pth"
-    assert devices(mixed, device="cuda:3") == [("problem", "tensors are on mps: a machine with cuda:3 lacks them")]
-    assert devices(mixed, device="cuda:2") == [("problem", "tensors are on mps, cuda:3: a machine with cuda:2 lacks them")]
-    assert devices(mixed, device="mps") == [("problem", "tensors are on cuda:0, cuda:3: a machine with mps lacks them")]
-    assert devices(FIXTURES / "cuda.pth", device="cuda:0") == []
-    assert devices(FIXTURES / "cuda.pth", device="cpu")
-    apple = tmp_path / "apple.pth"
-    ckpt_tools.convert(FIXTURES / "cuda.pth", apple, map_location="mps")
-    assert devices(apple) == devices(apple, device="mps") == []
-    assert devices(apple, device="cpu") == [("problem", "tensors are on mps: a machine with cpu lacks them")]
-    with pytest.raises(UsageError, match="is not a device"):
-        check(mixed, device="cuda:x")
 
 
 def renamed_global(path: Path, old: bytes, new: bytes) -> None:
