@@ -3,28 +3,16 @@
 import shlex
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import MatchError
-from ckpt_tools.torch import load_into
 from tests.support.commands import ckpt
 
 
 def network() -> nn.Module:
     """A model as its author wrote it."""
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-
-
-def held(attribute: str, **others: nn.Module) -> nn.Module:
-    """A training module that holds the model, and others."""
-    module = nn.Module()
-    module.add_module(attribute, network())
-    for name, other in others.items():
-        module.add_module(name, other)
-    return module
 
 
 def saved(model: nn.Module, path: Path) -> Path:
@@ -45,12 +33,3 @@ def test_a_prefix_that_is_in_the_names_too(tmp_path: Path) -> None:
     (finding,) = [row for row in ckpt_tools.inspect(source).findings if row.code == "common-prefix"]
     ckpt(*shlex.split(finding.fix)[1:])
     inner.load_state_dict(torch.load(tmp_path / "in.fixed.pth"))
-
-
-def test_load_into_names_the_prefix(tmp_path: Path) -> None:
-    """load_into says the same, with the argument that takes the prefix off."""
-    source = saved(held("net"), tmp_path / "in.pth")
-    with pytest.raises(MatchError, match=r"Every name in the checkpoint is 'net\.' plus yours") as caught:
-        load_into(network(), source)
-    assert 'match="names"' in caught.value.fix
-    assert load_into(network(), source, match="names")
