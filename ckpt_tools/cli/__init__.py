@@ -119,7 +119,7 @@ class _Group(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and (args[0] == "-" or not args[0].startswith("-")) and args[0] not in _NAMES:
-            from ckpt_tools.io.output import is_address, is_there
+            from ckpt_tools.io.source import is_address, is_there
 
             if args[0] == "-" or is_there(args[0]) or is_address(args[0]):
                 args = ["inspect", *args]

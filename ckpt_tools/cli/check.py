@@ -23,8 +23,7 @@ from ckpt_tools.cli.options import (
     show_progress,
 )
 from ckpt_tools.errors import NotACheckpointError
-from ckpt_tools.io.member_paths import Handed
-from ckpt_tools.io.output import is_address
+from ckpt_tools.io.source import Handed, is_address
 from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.operations.check.run import Wanted, check_many, load_digests, save_digests
 from ckpt_tools.render.checked import print_checked, print_unreadable

@@ -15,8 +15,7 @@ import click
 
 from ckpt_tools.cli.options import PIPED, expand, filter_option, print_failure, print_others, show_progress
 from ckpt_tools.errors import CkptError
-from ckpt_tools.io.member_paths import Handed
-from ckpt_tools.io.output import is_address, is_there
+from ckpt_tools.io.source import Handed, is_address, is_there
 from ckpt_tools.operations.inspect import Description
 from ckpt_tools.render.text import Page, console, counted, print_names, print_title, show, size_text, wrapped
 from ckpt_tools.text import dotted, printable

@@ -19,8 +19,7 @@ import click
 
 from ckpt_tools.cli.completion import complete_names, complete_places
 from ckpt_tools.errors import CkptError, NotACheckpointError, OutputError, UsageError
-from ckpt_tools.io.member_paths import Handed
-from ckpt_tools.io.output import is_address
+from ckpt_tools.io.source import Handed, is_address
 from ckpt_tools.tree.options import Option, Options
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ class Location(click.Path):
             return _piped(value, ctx)
         if not is_address(value):
             return super().convert(value, param, ctx)
-        from ckpt_tools.io.member_paths import Address
+        from ckpt_tools.io.source import Address
 
         return Address(os.fspath(value))
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import click
 
 from ckpt_tools.cli.options import PIPED, form_options, jobs_option, print_failure, quiet_option, show_progress
-from ckpt_tools.io.member_paths import Handed
-from ckpt_tools.io.output import is_address, is_there, missing
+from ckpt_tools.io.source import Handed, is_address, is_there, missing
 from ckpt_tools.operations.scan import Scanned, counts
 from ckpt_tools.render.findings import AT_ONCE, WHOLE, print_at_once, print_whole
 from ckpt_tools.render.text import Page, counted

@@ -28,8 +28,9 @@ from ckpt_tools.fit.rows import (
     read_shape,
 )
 from ckpt_tools.io.content import Literal, Piece
-from ckpt_tools.io.output import open_regular, replacing
+from ckpt_tools.io.output import replacing
 from ckpt_tools.io.parsers import brief, load_toml
+from ckpt_tools.io.source import open_regular
 from ckpt_tools.io.writer import write
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import did_you_mean, printable

@@ -10,8 +10,8 @@ from typing import Any
 from ckpt_tools.errors import MatchError, NotACheckpointError
 from ckpt_tools.fit.forms import MissingSizesError, read_side
 from ckpt_tools.fit.rows import Index, NamePattern, PatternPlan, ValueRow, check_value
-from ckpt_tools.io.output import open_regular
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.source import open_regular
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import Dict, Node

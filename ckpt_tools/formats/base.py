@@ -12,7 +12,7 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError
 from ckpt_tools.io.content import Content
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Ahead
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.tree import exchange

@@ -14,7 +14,7 @@ from ckpt_tools.errors import DamagedFileError, LimitError
 from ckpt_tools.formats.base import Warned, repeated
 from ckpt_tools.formats.contents import Modules, StateDict, Tensor, find_state_dicts, list_state_dicts, list_tensors
 from ckpt_tools.formats.zip_directory import Record
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree.nodes import Dict, Entry, Global, Node

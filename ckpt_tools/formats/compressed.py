@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, UnsupportedContainerError
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Reader, Spooled
 
 _BLOCK, _PACKED_BLOCK = 4 << 20, 1 << 16

@@ -7,7 +7,7 @@ import re
 from ckpt_tools.errors import CkptError, DamagedFileError, NotACheckpointError
 from ckpt_tools.formats.compressed import KINDS
 from ckpt_tools.formats.zip_directory import has_end
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.tree.findings import mending
 
 # What torch wrote before 1.6: the pickled magic number 0x1950a86a20f9469cfc6c.

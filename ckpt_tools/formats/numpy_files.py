@@ -21,7 +21,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.torch_legacy import Blobs, load_with_blobs
 from ckpt_tools.formats.zip_directory import Directory, record_content, record_head
 from ckpt_tools.io.content import Content, Literal, Piece, Range, read
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import sizes_of

@@ -25,7 +25,7 @@ from ckpt_tools.formats.torch_zip import single_folder
 from ckpt_tools.formats.zip_archives import split
 from ckpt_tools.formats.zip_directory import Record
 from ckpt_tools.io.content import chunks
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Spooled, Window
 from ckpt_tools.pickling.calls import Pickle, list_pickles
 from ckpt_tools.pickling.stream import Part

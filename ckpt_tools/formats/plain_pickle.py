@@ -15,7 +15,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.numpy_files import Arrays
 from ckpt_tools.formats.torch_legacy import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs, load_with_blobs
 from ckpt_tools.formats.zip_archives import decode_inside
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.pickling.arrays_behind import array_behind
 from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.old_tensors import modernise

@@ -25,8 +25,8 @@ from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import PROGRAMS, Warned, unique
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import Directory, Record, read_record, record_content
-from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.source import Source
 from ckpt_tools.pickling import verdict
 from ckpt_tools.pickling.calls import Call
 from ckpt_tools.pickling.torch_objects import META, Storages, on_meta

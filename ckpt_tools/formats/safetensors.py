@@ -16,8 +16,8 @@ from ckpt_tools.errors import ConvertError, DamagedFileError
 from ckpt_tools.formats.base import Warned, check_text, unique
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.content import Content, Literal, Piece, Range
-from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import brief, load_json
+from ckpt_tools.io.source import Source
 from ckpt_tools.tree.dtypes import BY_SAFETENSORS, UINT8, DType
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, Storage, as_dict, check, contiguous_stride
 

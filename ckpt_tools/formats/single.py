@@ -18,7 +18,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, LimitError, exhausted, out_of_memory
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.tree.findings import getting_again
 

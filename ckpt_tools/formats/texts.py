@@ -13,7 +13,7 @@ import re
 from collections.abc import Generator, Iterator
 
 from ckpt_tools.formats import safetensors
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Window
 
 _BLOCK = 4 << 20

@@ -19,7 +19,7 @@ from ckpt_tools.errors import ConvertError, DamagedFileError, LimitError, Pickle
 from ckpt_tools.formats.base import Warned, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.content import Literal, Piece, Range
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.pickling.machine import Behind, Machine, PersistentLoad
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import Part, Pickles

@@ -23,7 +23,7 @@ from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleErro
 from ckpt_tools.formats.base import TAR_BLOCK, Warned, is_tar, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.torch_legacy import saved_as_view
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Reader
 from ckpt_tools.pickling.machine import Machine, Maker
 from ckpt_tools.pickling.old_tensors import modernise

@@ -19,7 +19,7 @@ from ckpt_tools.formats.base import Warned, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange, read_record, record_content, record_head
 from ckpt_tools.io.content import Content, Deflated
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.text import some

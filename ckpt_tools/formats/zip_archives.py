@@ -22,7 +22,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import IN_ZIPS, container_of, reader, refuse_polyglot
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.content import Literal, chunks, read
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Spooled, Window
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.machine import Machine

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, ChecksumError, DamagedFileError
 from ckpt_tools.io.content import CHUNK, Content, Deflated, Range, crc32, read
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Ahead, Window
 from ckpt_tools.tree.findings import mending
 

@@ -13,7 +13,7 @@ from ckpt_tools.formats import zip_directory as zips
 from ckpt_tools.formats.base import repeated
 from ckpt_tools.formats.zip_directory import Record, RecordRange, is_record_name
 from ckpt_tools.io.content import CHUNK, Checksum, Computed, Content, Late, Literal, Piece, Range
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.pickling.writer import Survey, write_pickle
 from ckpt_tools.tree.nodes import Node, Storage
 

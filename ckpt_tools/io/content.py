@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckpt_tools.errors import ChecksumError, DamagedFileError
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 
 CHUNK = 4 << 20
 

@@ -1,4 +1,4 @@
-"""Files as this project touches them: a source that is read by position, and an output that appears whole or not at all."""
+"""What is written: a file or a folder that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,195 +7,22 @@ import errno
 import io
 import os
 import re
-import stat
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from ckpt_tools.errors import (
-    ChangedFileError,
-    CkptError,
-    ConvertError,
-    MissingFileError,
-    NotACheckpointError,
-    OutputError,
-    OutputExistsError,
-)
-from ckpt_tools.io.member_paths import Handed
+from ckpt_tools.errors import ChangedFileError, CkptError, OutputError, OutputExistsError, UsageError
+from ckpt_tools.io import temporaries
+from ckpt_tools.io.source import Handed, identity_of, is_address
+from ckpt_tools.io.temporaries import Inputs
 
-if TYPE_CHECKING:
-    from ckpt_tools.io.temporaries import Inputs
-
-_BINARY: int = getattr(os, "O_BINARY", 0)
 _RESERVE = 0x40305828  # FS_IOC_RESVSP of linux/falloc.h; where it is another number the call fails
 _SPACE = struct.Struct("hhqqiI4i")  # struct space_resv: type, whence, start, length, four fields that are not read
 _RESERVE_FROM = 4 << 20  # bytes
 _BLOCK = 4 << 20
-
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-
-
-def is_address(path: str | os.PathLike[str]) -> bool:
-    """Whether this means something remote: text with a scheme (`s3://...`), and nothing local is called so."""
-    text = os.fspath(path)
-    return isinstance(text, str) and _ADDRESS.match(text) is not None and not os.path.lexists(os.path.dirname(text))
-
-
-class Source:
-    """A file opened for reading by position (pread: a memory map of a file that shrinks kills the process)."""
-
-    size: int
-    _identity: object = None
-
-    @cached_property
-    def expected(self) -> dict[tuple[int, int], tuple[int, str, int]]:
-        """Of ranges that are checked when they are read whole, by offset and length: the CRC-32, a name, and the CRC-32 of
-        what it counts in before the range."""
-        return {}
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._fd = open_regular(self.path)
-        try:
-            status = self.status()
-        except BaseException:
-            self.close()
-            raise
-        self.size, self._identity = status.st_size, identity_of(status)
-
-    @property
-    def fd(self) -> int:
-        """The descriptor that the kernel can copy from; -1 where there is none, and the bytes have to be read."""
-        return self._fd
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`; ChangedFileError when the file has become shorter."""
-        data = self._pread(length, offset)
-        while len(data) < length:
-            more = self._pread(length - len(data), offset + len(data))
-            if not more:
-                raise self.changed()
-            data += more
-        return data
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        if not hasattr(os, "preadv") or self.fd < 0:
-            buffer[:] = self.read(offset, len(buffer))
-            return
-        while len(buffer):
-            fd = self.fd  # opens a file that was closed meanwhile; that it is gone is an OSError too
-            try:
-                count = os.preadv(fd, [buffer], offset)
-            except OSError as error:
-                raise self._unreadable(error) from None
-            if not count:
-                raise self.changed()
-            buffer, offset = buffer[count:], offset + count
-
-    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Get ready many small ranges (offset, length) that will be read; for sources where each read is a journey."""
-
-    def check_unchanged(self) -> None:
-        """Raise ChangedFileError when size or modification time differ from when the file was opened."""
-        if identity_of(self.status()) != self._identity:
-            raise self.changed()
-
-    def status(self) -> os.stat_result:
-        fd = self.fd
-        try:
-            return os.fstat(fd)
-        except OSError as error:
-            raise self._unreadable(error) from None
-
-    def is_same(self, other: Source) -> bool:
-        """Whether another source was opened on the same file in the same state."""
-        return self._identity == other._identity
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with contextlib.suppress(OSError):  # nothing was written by it, so nothing can be lost
-                os.close(fd)
-
-    def _pread(self, length: int, offset: int) -> bytes:
-        fd = self.fd
-        try:
-            if hasattr(os, "pread"):
-                return os.pread(fd, length, offset)
-            os.lseek(fd, offset, os.SEEK_SET)
-            return os.read(fd, length)
-        except OSError as error:
-            raise self._unreadable(error) from None
-
-    def _unreadable(self, error: OSError) -> CkptError:
-        if error.errno == errno.EFAULT:
-            return ConvertError(f"{self.path} cannot be read into a tensor whose memory is read-only.")
-        return NotACheckpointError(f"{self.path} cannot be read.", why=f"{error.strerror or error}.")
-
-    def changed(self) -> ChangedFileError:
-        """The error for a file that is no longer what it was."""
-        return ChangedFileError(
-            f"{self.path} changed while it was read.", fix="Wait until whoever writes it has finished, then run this again."
-        )
-
-
-def identity_of(status: os.stat_result) -> tuple[int, int, int, int]:
-    """What tells a file in one state from others, and from itself after a change."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def open_regular(path: Path) -> int:
-    """Open for reading; a directory, a FIFO or a dangling link is refused, and never waited for."""
-    try:
-        # O_NONBLOCK: opening a FIFO without a writer would wait for ever. It means nothing for a regular file.
-        fd = os.open(path, os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    except FileNotFoundError:
-        raise missing(path) from None
-    except (OSError, ValueError) as error:
-        if not os.path.exists(path) or os.path.isfile(path):  # Windows opens no directory, Linux no socket
-            why = f"{getattr(error, 'strerror', None) or error}."
-            raise NotACheckpointError(f"{path} cannot be read.", why=why) from None
-    else:
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        os.close(fd)
-    what = "a directory" if os.path.isdir(path) else "not a regular file (a pipe, socket or device)"
-    raise NotACheckpointError(f"{path} is {what}.", why="A checkpoint in torch-zip or safetensors is a single file.")
-
-
-def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether something is at a path; what may not be looked at counts: whoever opens it is told why."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def leads_out(link: str | os.PathLike[str], top: str | os.PathLike[str]) -> bool:
-    """Whether a link to a folder leads to where what is below a folder is not."""
-    try:
-        place, whole = os.path.realpath(link), os.path.realpath(top)
-    except OSError:  # another user's `/proc/PID/cwd`, which may not be followed
-        return True
-    return place != whole and not place.startswith(os.path.join(whole, ""))
-
-
-def missing(path: Path) -> MissingFileError:
-    """The error for a path at which there is nothing, with the names beside it that are like its own."""
-    why = "It is a link to a file that is not there." if os.path.islink(path) else "There is no such file."
-    fix = "Without quotes, the shell puts the names of the files that match in its place." if "*" in path.name else ""
-    with contextlib.suppress(OSError):
-        from ckpt_tools.text import did_you_mean_file
-
-        near = sorted(name for name in os.listdir(path.parent) if name != path.name)  # a dangling link is listed too
-        fix = fix or did_you_mean_file(path.name, near)
-    return MissingFileError(f"{path} cannot be read.", why=why, fix=fix)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -216,8 +43,6 @@ def replacing(
         with _handing_back(path) as output:
             yield output
         return
-    from ckpt_tools.io import temporaries
-
     with output_errors(Path(path)):
         place = Path(os.path.realpath(path))
         prefix = temporaries.prefix_of(place.name)
@@ -273,11 +98,6 @@ def _checked_open(path: Handed) -> Path:
     if hasattr(path.file, "encoding") or not hasattr(path.file, "write") or not getattr(path.file, "writable", lambda: True)():
         raise OutputError(f"{path} is open as text, or not for writing.", fix='Open it with mode "wb".')
     return cast("Path", path)
-
-
-def write_all(fd: int, left: memoryview) -> None:
-    while len(left):
-        left = left[os.write(fd, left) :]
 
 
 def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
@@ -382,3 +202,96 @@ def _commit(temporary: Path, target: Path, *, overwrite: bool) -> None:
         if target.exists():
             raise exists_error(target) from None
     os.replace(temporary, target)
+
+
+# --- a folder: its files appear all together, or not at all
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A temporary folder until all files are there: write them into `path`. Each process of a job has one for it."""
+
+    path: Path
+    target: Path
+    inputs: tuple[str | os.PathLike[str], ...] = ()
+
+    def output(self, name: str) -> AbstractContextManager[Output]:
+        return replacing(self.path / name, inputs=self.inputs)
+
+    def sizes(self) -> dict[str, int]:
+        with output_errors(self.target), os.scandir(self.path) as rows:
+            return {row.name: row.stat().st_size for row in rows if row.is_file()}
+
+    def check_space(self, size: int) -> None:
+        check_space(self.path, self.target, size)
+
+    def check_seen(self, rank: int) -> None:
+        """Raise OutputError when this process does not see the folder that the first one made."""
+        if not self.path.is_dir():
+            raise OutputError(
+                f"Process {rank} of the job does not see {self.path}.", fix="Name a folder that all machines share."
+            )
+
+
+def check_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
+    """Where a local output folder really goes (links followed), after every check that can be made before work starts."""
+    if isinstance(path, Handed):
+        raise UsageError(f"{path} is an open file, and a folder is to be written.", fix="Name the folder.")
+    with output_errors(Path(path)):
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_dir():
+            raise OutputError(f"{path} is a file.", why="Several files are written here: OUT must be a folder.")
+        check_writable(path, target if target.is_dir() else target.parent)
+        if target.is_dir() and not overwrite and any(target.iterdir()):
+            raise not_empty(path)
+        return target
+
+
+@contextlib.contextmanager
+def replacing_folder(
+    path: str | os.PathLike[str],
+    *,
+    last: str,
+    stale: re.Pattern[str],
+    overwrite: bool = False,
+    durable: bool = False,
+    inputs: tuple[str | os.PathLike[str], ...] = (),
+) -> Iterator[Staging]:
+    """A temporary folder whose files take their places when the block ends well, and which vanishes when it does not."""
+    target = check_folder(path, overwrite=overwrite)
+    existing = target.is_dir() and any(target.iterdir())
+    holder, prefix = (target, ".") if existing else (target.parent, temporaries.prefix_of(target.name))
+    temporaries.remove_orphans(holder, prefix, folders=True)
+    with contextlib.ExitStack() as stack:
+        with output_errors(target):
+            temporary, _ = stack.enter_context(temporaries.temporary(holder, prefix, folder=True))
+        yield Staging(temporary, target, inputs)
+        with output_errors(target):
+            names = sorted(os.listdir(temporary), key=lambda name: (name == last, name))
+            if durable or existing:
+                for name in names:
+                    temporaries.sync(temporary / name, os.O_RDWR)
+            if existing:
+                _move_in(temporary, target, names, last, stale)
+            else:
+                if target.is_dir():  # one rename; a folder that has been filled meanwhile refuses
+                    target.rmdir()
+                os.rename(temporary, target)
+            if durable or existing:
+                temporaries.sync_folder(target)
+                temporaries.sync_folder(target.parent)
+
+
+def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, stale: re.Pattern[str]) -> None:
+    old = [name for name in os.listdir(target) if stale.fullmatch(name)]
+    for name in names:
+        if (target / name).is_dir():
+            raise OutputError(f"{target / name} is a directory where a file of the checkpoint goes.")
+        if (target / name).is_file():
+            with (temporary / name).open("r+b") as file:
+                temporaries.keep(target / name, file.fileno())
+    (target / last).unlink(missing_ok=True)
+    for name in names:
+        os.replace(temporary / name, target / name)
+    for name in set(old) - set(names):
+        (target / name).unlink(missing_ok=True)

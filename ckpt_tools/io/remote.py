@@ -24,9 +24,8 @@ from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError, MissingFileError, OutputError, OutputExistsError, RemoteError
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import crc32
-from ckpt_tools.io.member_paths import Address
-from ckpt_tools.io.output import Output, Source, exists_error, replacing
-from ckpt_tools.io.output_folder import Staging
+from ckpt_tools.io.output import Output, Staging, exists_error, replacing
+from ckpt_tools.io.source import Address, Source
 from ckpt_tools.io.sources import Files
 
 _SECONDS = 60

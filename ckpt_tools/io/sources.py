@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from ckpt_tools.errors import DamagedFileError, LimitError, NotACheckpointError, UsageError
-from ckpt_tools.io.member_paths import Handed
-from ckpt_tools.io.output import Source, identity_of, open_regular, write_all
+from ckpt_tools.io.source import Handed, Source, identity_of, open_regular
 
 if TYPE_CHECKING:
     from ckpt_tools.io.content import Range
@@ -148,6 +147,11 @@ class Ahead:
             self.start, at, left = offset, 0, self.end - offset
             self.block = self.source.read(offset, min(max(self.ahead, length), left)) if left > 0 else b""
         return self.block[at : at + length]
+
+
+def write_all(fd: int, left: memoryview) -> None:
+    while len(left):
+        left = left[os.write(fd, left) :]
 
 
 class Spooled(Source):

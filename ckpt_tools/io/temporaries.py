@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from ckpt_tools.io.member_paths import archive_and_member
+from ckpt_tools.io.source import archive_and_member
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 _CLOEXEC: int = getattr(os, "O_CLOEXEC", 0)

@@ -14,7 +14,8 @@ from typing import Self, TypeAlias
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.io.content import CHUNK, Checksum, Content, Joined, Late, Piece, Range, chunks, total
-from ckpt_tools.io.output import Output, Source, free_bytes, no_space, output_error, output_errors, reserve
+from ckpt_tools.io.output import Output, free_bytes, no_space, output_error, output_errors, reserve
+from ckpt_tools.io.source import Source
 
 Progress: TypeAlias = Callable[[int, int], None]
 Step: TypeAlias = Callable[[], None]

@@ -18,7 +18,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import StateDict, find_state_dicts, find_tensors, is_tensor, names_quantised, tensors_outside
 from ckpt_tools.formats.single import collector_paused, naming
 from ckpt_tools.io.content import Content
-from ckpt_tools.io.member_paths import File, as_path
+from ckpt_tools.io.source import File, as_path
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.sides import check_effort, check_names
 from ckpt_tools.operations.convert.conversion import CONTAINERS, write_one

@@ -25,8 +25,8 @@ from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.content import Content, Piece, total
 from ckpt_tools.io.content import Literal as Bytes
-from ckpt_tools.io.member_paths import File, as_path
-from ckpt_tools.io.output_folder import check_folder, replacing_folder
+from ckpt_tools.io.output import check_folder, replacing_folder
+from ckpt_tools.io.source import File, as_path
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.compare.sides import check_names
 from ckpt_tools.operations.convert.options import DryRunOption, OutputOptions, Selection, WriteOptions

@@ -19,9 +19,8 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.base import is_zip
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.io.member_paths import Handed
-from ckpt_tools.io.output import Source, is_address, leads_out
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.source import Handed, Source, is_address, leads_out
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.families import layout_of
 from ckpt_tools.parts.names import COMMON, DCP_METADATA, INDEX_SUFFIX, MP_RANK, describes_items, shard_name

@@ -17,7 +17,7 @@ from ckpt_tools.errors import LimitError, TensorError
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import Tensor, is_optimizer, is_tensor, names_quantised
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.io.member_paths import File
+from ckpt_tools.io.source import File
 from ckpt_tools.operations.findings import Facts, findings
 from ckpt_tools.operations.loaders import how_it_loads
 from ckpt_tools.operations.safety import Safety, of_checkpoint

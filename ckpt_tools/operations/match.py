@@ -13,7 +13,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import LikeOptions, RunOptions
 from ckpt_tools.fit.partners import Seen, look_at
 from ckpt_tools.fit.targets import choose_state_dict, read_target
-from ckpt_tools.io.member_paths import File
+from ckpt_tools.io.source import File
 from ckpt_tools.matching import Matching, Stages
 from ckpt_tools.matching.advice import Advice, advise
 from ckpt_tools.operations.convert.options import NameOptions, Selection

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.errors import CkptError, MissingFileError, RemoteError
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.io.member_paths import archive_and_member
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source, archive_and_member
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.open import open_source
 from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED, is_newer_dtype

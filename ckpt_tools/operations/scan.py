@@ -13,9 +13,8 @@ from typing import Any
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.single import HEAD, collector_paused
-from ckpt_tools.io.member_paths import File, Handed, as_path
-from ckpt_tools.io.output import is_address, is_there, leads_out, missing
 from ckpt_tools.io.processes import in_processes
+from ckpt_tools.io.source import File, Handed, as_path, is_address, is_there, leads_out, missing
 from ckpt_tools.operations.safety import Safety, Verdict, examine
 from ckpt_tools.parts.open import open_source
 from ckpt_tools.text import Report, printable

@@ -13,7 +13,7 @@ from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import Tensor
-from ckpt_tools.io.member_paths import File
+from ckpt_tools.io.source import File
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.sides import check_effort, place_in, tensors_in
 from ckpt_tools.parts.open import open_whole

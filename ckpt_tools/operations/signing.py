@@ -19,8 +19,9 @@ from ckpt_tools.formats.base import unique
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.content import Literal, Piece
-from ckpt_tools.io.output import is_there, open_regular, replacing
+from ckpt_tools.io.output import replacing
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.source import is_there, open_regular
 from ckpt_tools.io.writer import write
 from ckpt_tools.operations.check import digests
 from ckpt_tools.operations.check.digests import Compared, Digest, of_all

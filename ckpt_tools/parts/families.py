@@ -14,8 +14,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 from ckpt_tools.errors import NotACheckpointError
 from ckpt_tools.formats.base import PART_CONTAINERS
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.io.member_paths import Handed
-from ckpt_tools.io.output import Source, is_address
+from ckpt_tools.io.source import Handed, Source, is_address
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import names as by_name
 from ckpt_tools.parts import partition as parts

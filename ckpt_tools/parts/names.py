@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ckpt_tools import limits
 from ckpt_tools.errors import NotACheckpointError, PartError
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.text import listed
 
 # The rules are compiled where one is asked for: most checkpoints are one file.

@@ -22,8 +22,7 @@ from ckpt_tools.formats.single import (
     reader,
     refuse_polyglot,
 )
-from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
-from ckpt_tools.io.output import Source, is_address
+from ckpt_tools.io.source import File, Handed, Source, archive_and_member, as_path, is_address
 from ckpt_tools.io.sources import Files, HandedSource
 from ckpt_tools.parts import families, training
 from ckpt_tools.parts.families import Found, partition

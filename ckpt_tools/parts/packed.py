@@ -22,7 +22,7 @@ from ckpt_tools.formats.compressed import inflate, kind_of
 from ckpt_tools.formats.contents import count_tensors
 from ckpt_tools.formats.single import HEAD, container_of, decode_content
 from ckpt_tools.formats.torch_tar import entries, is_file, odd
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Files, Window, is_plain_name
 from ckpt_tools.parts import families
 from ckpt_tools.parts.names import is_index

@@ -18,8 +18,8 @@ from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Keys, Warned, check_text, unique
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
-from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.temporaries import SUFFIX
 from ckpt_tools.parts.names import ONE_FILE, ShardName, by_rank, check_world, shard_name

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, PickleError
 from ckpt_tools.io.content import Content, Literal, Range
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS

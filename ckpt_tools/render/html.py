@@ -19,8 +19,8 @@ from typing import Any
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import UsageError, missing
 from ckpt_tools.io.content import Literal, Piece
-from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import output_target, replacing
+from ckpt_tools.io.source import File, as_path
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.compare.report import Change, Difference, Only
 from ckpt_tools.operations.compare.stats import Stats, TensorStats

@@ -14,7 +14,7 @@ from ckpt_tools.errors import CkptError, ObjectsError, TensorError, UsageError
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import is_tensor
 from ckpt_tools.io.content import Range, read_into
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object, Storage
 from ckpt_tools.values.numeric import torch_dtype

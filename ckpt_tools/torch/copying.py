@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ckpt_tools.io.content import Content, Range, read_into
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import blocks, by_position, part, row_major, torch_dtype
 

@@ -23,7 +23,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import StateDict, is_extra, tensors_by_name
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.content import Deflated, chunks, made_of
-from ckpt_tools.io.member_paths import File
+from ckpt_tools.io.source import File
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching import match as find_partners
 from ckpt_tools.matching.records import Param

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.formats.contents import Tensor
-from ckpt_tools.io.member_paths import File
+from ckpt_tools.io.source import File
 from ckpt_tools.operations.compare.sides import place_in
 from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import did_you_mean, dotted

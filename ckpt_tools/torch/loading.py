@@ -13,7 +13,7 @@ from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.fit.targets import choose_state_dict
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import StateDict, is_tensor, tensors_by_name
-from ckpt_tools.io.member_paths import AnyPath, File, as_path
+from ckpt_tools.io.source import AnyPath, File, as_path
 from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.torch.building import Builder, MapLocation

@@ -16,8 +16,8 @@ from ckpt_tools.edit.flatten import flatten
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.io.content import CHUNK, Computed
-from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import Output, output_error, replacing
+from ckpt_tools.io.source import File, as_path
 from ckpt_tools.io.writer import write
 from ckpt_tools.torch.copying import is_freed
 from ckpt_tools.torch.gathering import has_parts, leaves, write_gathered

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.io.member_paths import AnyPath, as_path, is_open_file
+from ckpt_tools.io.source import AnyPath, as_path, is_open_file
 from ckpt_tools.tree.dtypes import cast_target
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import FrozenInstanceError, dataclass
 from inspect import Parameter, signature
 from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, Self, TypeVar, dataclass_transform, overload
 
-from ckpt_tools.io.member_paths import File
+from ckpt_tools.io.source import File
 from ckpt_tools.text import check_keywords
 from ckpt_tools.tree.arguments import Reader, as_it_is, reader
 

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.io.member_paths import Handed
+from ckpt_tools.io.source import Handed
 
 Format: TypeAlias = Literal["pth", "pth-legacy", "safetensors", "dcp", "gguf"]
 FORMATS: tuple[Format, ...] = ("pth", "pth-legacy", "safetensors", "dcp", "gguf")

@@ -11,7 +11,7 @@ import ckpt_tools
 from ckpt_tools.formats import single
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.content import Range
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import Dict, Entry, Storage
 from tests.hostile.refusals import write

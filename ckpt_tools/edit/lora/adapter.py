@@ -18,8 +18,8 @@ from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointErro
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.io.content import read
-from ckpt_tools.io.output import is_address
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.source import is_address
 from ckpt_tools.parts.open import open_checkpoint, open_source
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.nodes import Entry, stored

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
-from ckpt_tools.io.member_paths import Address
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.source import Address
 from ckpt_tools.parts.open import open_source
 
 CONFIG = "adapter_config.json"

@@ -15,9 +15,8 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, NotACheckpointError
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.io.member_paths import Address
-from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.source import Address, Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.open import open_source
 

@@ -22,7 +22,7 @@ from ckpt_tools.edit.quantised.torchao import match_flat, read_subclass
 from ckpt_tools.errors import CkptError, ConvertError
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
-from ckpt_tools.io.output import is_address
+from ckpt_tools.io.source import is_address
 from ckpt_tools.text import listed
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Object
 

@@ -14,7 +14,7 @@ from ckpt_tools.errors import DamagedFileError, NotACheckpointError, Unsupported
 from ckpt_tools.formats.base import Cursor, repeated, row_major, trailing
 from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
 from ckpt_tools.io.content import Content, Joined, Literal, Range
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node
 

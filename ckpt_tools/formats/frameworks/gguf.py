@@ -19,8 +19,8 @@ from ckpt_tools.formats.base import Cursor, Warned, row_major
 from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
 from ckpt_tools.formats.safetensors import GGUF_TYPES, restore_aliases, restore_state_dict_metadata
 from ckpt_tools.io.content import Computed, Content, Literal, Piece, Range
-from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.source import Source
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Entry, as_dict
 from ckpt_tools.values.ggml import BY_NAME, BY_NUMBER, Q8_0, UNREAD, BlockType, numbers_of, quantised

@@ -19,7 +19,7 @@ from ckpt_tools.errors import DamagedFileError, UnsupportedContainerError
 from ckpt_tools.formats.base import Warned, row_major
 from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
 from ckpt_tools.io.content import CHUNK, Computed, Content, Range
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Reader
 from ckpt_tools.tree.dtypes import BY_NUMPY, DType
 from ckpt_tools.tree.nodes import Entry

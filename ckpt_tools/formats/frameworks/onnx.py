@@ -17,7 +17,7 @@ from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContaine
 from ckpt_tools.formats.base import Cursor, Warned, row_major
 from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
 from ckpt_tools.io.content import Computed, Content, Joined, Range, chunks
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, Entry

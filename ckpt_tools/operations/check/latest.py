@@ -13,7 +13,7 @@ from typing import TypeAlias
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.contents import StateDict, is_tensor
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.io.output import is_address, is_there, missing
+from ckpt_tools.io.source import is_address, is_there, missing
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.operations.check.run import Wanted, check_many

@@ -17,7 +17,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_archives import split
 from ckpt_tools.formats.zip_directory import Place, Record, RecordRange, read_directory
 from ckpt_tools.io.content import CHUNK, Deflated, Range, chunks, crc32
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.operations.check import digests, values
 from ckpt_tools.tree.nodes import Entry, Storage, Where

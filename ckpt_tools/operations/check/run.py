@@ -30,9 +30,9 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.formats.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record
 from ckpt_tools.io.content import Deflated, Literal, Piece, Range, chunks
-from ckpt_tools.io.member_paths import AnyPath, File, as_path
-from ckpt_tools.io.output import is_address, replacing
+from ckpt_tools.io.output import replacing
 from ckpt_tools.io.processes import in_processes
+from ckpt_tools.io.source import AnyPath, File, as_path, is_address
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations import loaders

@@ -11,7 +11,7 @@ from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import StateDict, Tensor
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.io.member_paths import File
+from ckpt_tools.io.source import File
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.report import (
     MOST_FOR_STRUCTURE,

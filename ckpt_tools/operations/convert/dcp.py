@@ -36,9 +36,9 @@ from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats import zip_writer
 from ckpt_tools.formats.contents import find_optimizers, is_tensor, parameter_numbers
 from ckpt_tools.io.content import Content, read_into, to_bytes
-from ckpt_tools.io.output import Output, write_all
-from ckpt_tools.io.output_folder import Staging
+from ckpt_tools.io.output import Output, Staging
 from ckpt_tools.io.ranks import Ranks
+from ckpt_tools.io.sources import write_all
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import PLAIN, Dict, Entry, List, Node

@@ -24,9 +24,9 @@ from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.formats.single import collector_paused, container_of
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import Content, Literal, Piece, Range, total
-from ckpt_tools.io.output import Source, is_address, output_error, output_errors
-from ckpt_tools.io.output_folder import Staging, check_folder, replacing_folder
+from ckpt_tools.io.output import Staging, check_folder, output_error, output_errors, replacing_folder
 from ckpt_tools.io.ranks import Ranks
+from ckpt_tools.io.source import Source, is_address
 from ckpt_tools.io.sources import Files, is_plain_name
 from ckpt_tools.io.temporaries import Inputs
 from ckpt_tools.io.writer import Progress, write

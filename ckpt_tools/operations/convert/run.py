@@ -11,8 +11,8 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckpt_tools.errors import CkptError, ConvertError, OutputError, UsageError, exhausted
-from ckpt_tools.io.member_paths import File, as_path
-from ckpt_tools.io.output import Output, Source, check_space, is_address, output_target, replacing
+from ckpt_tools.io.output import Output, check_space, output_target, replacing
+from ckpt_tools.io.source import File, Source, as_path, is_address
 from ckpt_tools.io.temporaries import Inputs
 from ckpt_tools.io.writer import Clone
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions

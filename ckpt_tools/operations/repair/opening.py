@@ -26,8 +26,7 @@ from ckpt_tools.formats.torch_legacy import is_stream
 from ckpt_tools.formats.zip_directory import PROGRAM, is_mended, signatures
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import CHUNK
-from ckpt_tools.io.member_paths import archive_and_member
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source, archive_and_member
 from ckpt_tools.io.sources import Files
 from ckpt_tools.operations.check.reading import read_checkpoint
 from ckpt_tools.operations.repair.salvage import (

@@ -20,8 +20,8 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import count_tensors, find_tensors
 from ckpt_tools.formats.single import collector_paused, naming
 from ckpt_tools.io.content import Literal, Piece, total
-from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import check_space, output_target, replacing
+from ckpt_tools.io.source import File, as_path
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.check.reading import read_checkpoint

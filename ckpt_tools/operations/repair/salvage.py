@@ -17,8 +17,8 @@ from ckpt_tools.formats.contents import find_tensors
 from ckpt_tools.formats.safetensors import MAX_HEADER
 from ckpt_tools.formats.zip_directory import check_pickle
 from ckpt_tools.io.content import CHUNK, Computed, Content, Range, chunks, read
-from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.operations.repair.flipped_bits import reported
 from ckpt_tools.operations.repair.mends import Missing

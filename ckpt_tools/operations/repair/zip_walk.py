@@ -34,7 +34,7 @@ from ckpt_tools.formats.zip_directory import (
     wide_fields,
 )
 from ckpt_tools.io.content import Content, Deflated, Range, chunks, crc32
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.source import Source
 from ckpt_tools.operations.repair.flipped_bits import LONGEST, MOST, flipped_back, flipped_bit
 
 _HAS_DESCRIPTOR, _DEFLATED = 8, 8
