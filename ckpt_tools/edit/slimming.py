@@ -122,6 +122,7 @@ _EMA_KEYS = frozenset((
     "swa_state_dict",
 ))  # fmt: skip
 _LIT_EMA = "model_ema."  # LitEma of latent-diffusion: names without their dots, in the model's own state dict
+_MMCV_EMA = "ema_"  # mmcv's EMAHook: buffers of the model, with underscores for dots
 _COUNTERS = frozenset(("decay", "num_updates"))
 
 
@@ -159,7 +160,9 @@ def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
         if where == ("state_dict",) if swapped else named or _averaging(names):
             made = _as_plain_model(state_dict)
         elif any(name.startswith(_LIT_EMA) for name in names):
-            made = _without_averages(state_dict)
+            made = _without_averages(state_dict, _LIT_EMA, "")
+        elif has_mmcvs(names):
+            made = _without_averages(state_dict, _MMCV_EMA, "_")
         else:
             continue
         taken.add(where)
@@ -196,18 +199,21 @@ def _as_plain_model(state_dict: StateDict) -> Dict:
     return made
 
 
-def _without_averages(state_dict: StateDict) -> Dict:
-    """A state dict with LitEma's averaged tensors in place of the trained ones."""
-    flat: dict[str, list[str]] = {}  # trained tensors without dots, as it writes them, the model's `model.` left out or not
-    for name in state_dict.names:
-        for own in () if name.startswith(_LIT_EMA) else {name, name.removeprefix("model.")}:
-            flat.setdefault(own.replace(".", ""), []).append(name)
+def has_mmcvs(names: Sequence[str]) -> bool:
+    """Whether buffers of mmcv's EMAHook are among the names: `ema_backbone_conv1_weight` of `backbone.conv1.weight`."""
+    flat = {name.replace(".", "_") for name in names if "." in name}
+    return any(name.startswith(_MMCV_EMA) and name.removeprefix(_MMCV_EMA) in flat for name in names)
+
+
+def _without_averages(state_dict: StateDict, prefix: str, dot: str) -> Dict:
+    """A state dict with its averaged tensors in place of the trained ones."""
+    items, flat = state_dict.node.items, _without_dots(state_dict, prefix, dot)
     values: dict[Node, Node] = {}
     for key, value in state_dict.node.named.items():
-        short = key.removeprefix(_LIT_EMA)
-        if short == key or short in _COUNTERS:
+        short = key.removeprefix(prefix) if key.startswith(prefix) else None
+        if short is None or short in _COUNTERS:
             continue
-        whose = flat.get(short.replace(".", ""), [])
+        whose = flat.get(short, flat.get(short.replace(".", dot), []))
         if len(whose) != 1:
             known = " or ".join(map(repr, whose)) or "nothing that is there"
             raise ConvertError(
@@ -215,11 +221,20 @@ def _without_averages(state_dict: StateDict) -> Dict:
                 fix="Take them apart with `keep` and `rename`.",
             )  # fmt: skip
         values[whose[0]] = value
-    items = state_dict.node.items
-    trained = [(name, value) for name, value in items if type(name) is not str or not name.startswith(_LIT_EMA)]
+    trained = [(name, value) for name, value in items if type(name) is not str or not name.startswith(prefix)]
     made = Dict([(name, values.get(name, value)) for name, value in trained], ordered=state_dict.node.ordered)
     made.attributes = state_dict.node.attributes
     return made
+
+
+def _without_dots(state_dict: StateDict, prefix: str, dot: str) -> dict[str, list[str]]:
+    """The names of trained tensors by how LitEma and mmcv write them: without dots, the model's `model.` left out or not."""
+    flat: dict[str, list[str]] = {}
+    for name in state_dict.names:
+        names = {name, name.removeprefix("model.")} if prefix == _LIT_EMA else {name}
+        for own in () if name.startswith(prefix) else names:
+            flat.setdefault(own.replace(".", dot), []).append(name)
+    return flat
 
 
 # --- storages cut down to what their tensors use: a view holds on to its whole storage, and torch.save writes all of it

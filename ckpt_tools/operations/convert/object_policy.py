@@ -9,7 +9,7 @@ from ckpt_tools.edit.objects.known import WITH_OUTER, is_known, tensor_attribute
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.contents import find_tensors
+from ckpt_tools.formats.contents import find_state_dicts, find_tensors
 from ckpt_tools.operations.convert.report import Converted, ObjectFate
 from ckpt_tools.operations.safety import danger_in
 from ckpt_tools.text import dotted
@@ -38,9 +38,15 @@ def modules_first(root: Node, report: Converted) -> Node:
 
 def averaged_alone(root: Node, report: Converted) -> tuple[Node, Where]:
     """The averaged weights alone, and where they were."""
-    from ckpt_tools.edit.slimming import averaged
+    from ckpt_tools.edit.slimming import averaged, has_mmcvs
 
+    before = find_state_dicts(root)
     root, where = averaged(root)
+    if any(has_mmcvs(state_dict.names) for state_dict in before if state_dict.where == where):
+        text = (
+            "mmcv's EMAHook exchanges both copies before it evaluates: where it ran ahead of the CheckpointHook, the averages"
+        )
+        report.note("ema-exchanged", f"{text} are under the plain names, which `drop='ema_*'` takes without `ema`.")
     report.note("ema", f"The averaged weights were in {dotted(where) or 'the root'}.")
     return root, where
 
