@@ -37,6 +37,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def test_scan_has_a_format() -> None:
+    """`--format json` is --json."""
+    assert failure(run("scan", "--format", "json", "gone.pth")) == failure(run("scan", "--json", "gone.pth"))
+
+
 class Stops(io.BytesIO):
     """Standard input that is read when something else happens."""
 
