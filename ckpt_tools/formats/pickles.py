@@ -62,7 +62,7 @@ class _InMemory(Source):
 
 
 class Pickles:
-    """What is found in files that are looked through, one after another. Nothing in them is run or imported."""
+    """What is found in files that are examined one after another. Nothing in them is run or imported."""
 
     def __init__(self) -> None:
         self.pickles: list[Pickle] = []

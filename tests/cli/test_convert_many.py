@@ -1,9 +1,13 @@
 """`ckpt convert IN... --to-dir DIR`: many inputs alike, one bad file stops no other."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.cli.test_json_schemas import validator
 from tests.support.commands import ckpt
@@ -21,6 +25,23 @@ def cut(tmp_path: Path) -> Path:
     return path
 
 
+def test_one_bad_file_stops_no_other(tmp_path: Path, cut: Path) -> None:
+    """The others are written as each alone would be, the table has a line for each, the exit code is the worst."""
+    out = tmp_path / "deep" / "out"
+    options = ["--to-dir", out, "--format", "safetensors", "--unwrap"]
+    command = [sys.executable, "-m", "ckpt_tools", "convert", DDP, cut, SINGLE, *options]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 3
+    assert f"Error: {cut}: The zip directory" in done.stderr
+    assert re.search(rf"^{re.escape(str(cut))} +refused$", done.stdout, re.M)
+    assert re.search(rf"^{re.escape(str(DDP))} +{re.escape(str(out))}/ddp.safetensors +11 +11 ", done.stdout, re.M)
+    assert re.search(r"^wrote 2 of 3 files, .*; 1 refused; --json shows the notes$", done.stdout, re.M)
+    assert sorted(path.name for path in out.iterdir()) == ["ddp.safetensors", "single.safetensors"]
+    ckpt("convert", DDP, tmp_path / "alone.safetensors", "--unwrap")
+    assert (out / "ddp.safetensors").read_bytes() == (tmp_path / "alone.safetensors").read_bytes()
+    assert set(load_file(out / "single.safetensors")) == set(load_file(out / "ddp.safetensors"))
+
+
 def test_json_is_a_document_for_each(tmp_path: Path, cut: Path) -> None:
     """In the order of the inputs a report, or the error in its place, each as its schema has it."""
     result = run("convert", SINGLE, cut, DDP, "--to-dir", tmp_path / "out", "--json")
@@ -29,6 +50,20 @@ def test_json_is_a_document_for_each(tmp_path: Path, cut: Path) -> None:
         validator(name).validate(document)
     assert [document.get("source") or document["path"] for document in documents] == [str(SINGLE), str(cut), str(DDP)]
     assert result.exit_code == 3
+
+
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_two_inputs_of_one_name_are_refused_first(tmp_path: Path, options: list[str]) -> None:
+    """Before anything is written, with both names; so is an output that is one of the inputs."""
+    (tmp_path / "a").mkdir()
+    for path in (tmp_path / "a" / "ddp.pth", tmp_path / "a" / "other.pth"):
+        path.write_bytes(DDP.read_bytes())
+    twice = ckpt("convert", SINGLE, DDP, tmp_path / "a" / "ddp.pth", "--to-dir", tmp_path / "out", *options, code=2)
+    assert f"'{DDP}', '{tmp_path}/a/ddp.pth'" in twice.output
+    assert not (tmp_path / "out").exists()
+    same = ckpt("convert", SINGLE, tmp_path / "a" / "ddp.pth", "--to-dir", tmp_path / "a", *options, code=2)
+    assert "is the input" in same.output
+    assert not (tmp_path / "a" / "single.pth").exists()
 
 
 def test_a_folder_of_files_is_told_how_all_are_taken(tmp_path: Path) -> None:

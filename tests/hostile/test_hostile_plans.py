@@ -64,3 +64,11 @@ def test_a_config_beside_is_not_trusted(config: str, tmp_path: Path) -> None:
     with pytest.raises(CkptError):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / "p.toml")
     assert not (tmp_path / "out.pth").exists()
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "llama-meta-to-hf.toml", "families/llama-meta-to-hf", "-to-", "x-to-y"])
+def test_a_shipped_plan_is_named_and_not_a_path(name: str, tmp_path: Path) -> None:
+    """Only the names of the list are looked up in the package."""
+    torch.save({"a": torch.ones(2)}, tmp_path / "in.pth")
+    with pytest.raises(MatchError, match=r"cannot be read|is not TOML"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=name)

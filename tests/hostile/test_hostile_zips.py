@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ckpt_tools.torch
-from ckpt_tools.errors import CkptError, DamagedFileError, TensorError
+from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, TensorError
 from tests.hostile import pickles as p
-from tests.hostile.refusals import expect_convert_refused, expect_warned, write
+from tests.hostile.refusals import expect_convert_refused, expect_warned, listing, write
 from tests.hostile.zips import Rec, build, deflated, torch_records, torch_zip
 from tests.support.legacy import saved
 from tests.support.zips import called_big, rewrite
@@ -36,9 +36,13 @@ def names(path: Path) -> list[str]:
 
 BIG = [Rec(b"archive/byteorder", b"big"), Rec(b"archive/data/0", struct.pack(">6f", *range(6)))]
 GOOD = {
+    "as torch writes it": torch_zip(PICKLE, FLOATS),
+    "19 a comment": torch_zip(PICKLE, FLOATS, comment=b"made by PK and me"),
     "31 empty folders": build([Rec(b"archive/"), *records(), Rec(b"archive/data/")]),
+    "34 deflated": build([deflated(rec.name, rec.data) for rec in records()]),
     "44 no byteorder, as before torch 2.1": build([rec for rec in records() if rec.name != b"archive/byteorder"]),
     "44 big-endian": build([records()[0], *BIG, records()[3]]),
+    "45 a zip64 end record": torch_zip(PICKLE, FLOATS, wide_disks=1),
 }
 
 
@@ -82,6 +86,15 @@ def test_22_bytes_after_the_end(after: bytes, tmp_path: Path) -> None:
 # --- 34 to 42: packing, sizes, checksums
 
 
+@pytest.mark.parametrize(("size", "said"), [(23, "holds more bytes than the zip directory says"), (25, "1 bytes are missing")])
+def test_35_size_lie(size: int, said: str, tmp_path: Path) -> None:
+    """A deflated record that holds more or less than it says; the pickle is made to agree with the lie."""
+    lie = p.pickle(p.dict_of(w=p.tensor(p.sizes(size), p.sizes(1), on=p.storage("0", size, "ByteStorage"))))
+    rows = torch_records(lie, FLOATS)
+    rows[2] = deflated(b"archive/data/0", FLOATS["0"], size=size)
+    expect_convert_refused(write(tmp_path, build(rows)), DamagedFileError, said)
+
+
 def unended() -> Rec:
     """All bytes come out, and the stream is cut before it says that it ends."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
@@ -99,6 +112,18 @@ def test_35_streams(storage: Rec, said: str, tmp_path: Path) -> None:
     rows = torch_records(PICKLE, FLOATS)
     rows[2] = storage
     expect_convert_refused(write(tmp_path, build(rows)), DamagedFileError, said)
+
+
+def test_41_crc_of_a_storage(tmp_path: Path) -> None:
+    """A storage that changed: `inspect` reads no tensors, a copy copies, another container is refused with its name."""
+    path = write(tmp_path, build(records(crc=0x1234, local={"crc": 0x1234})))
+    assert names(path) == ["a.w"]
+    ckpt_tools.convert(path, tmp_path / "copy.pth")
+    before = listing(tmp_path)
+    for target, dtype in (("out.safetensors", None), ("out.safetensors", "bf16"), ("out.pth", "bf16")):
+        with pytest.raises(ChecksumError, match=r"archive/data/0"):
+            ckpt_tools.convert(path, tmp_path / target, dtype=dtype)
+    assert listing(tmp_path) == before
 
 
 def test_42_no_checksums(tmp_path: Path) -> None:

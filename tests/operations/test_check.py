@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools import check
+from ckpt_tools.errors import UsageError
 from tests.support.commands import ckpt
 from tests.support.samples import CODES, FIXTURES
 from tests.support.terminal import run
@@ -131,6 +132,22 @@ def test_parts_of_a_distributed_checkpoint_are_compared(tmp_path: Path) -> None:
 # --- what keeps a file from loading
 
 
+OTHER_FILES = {
+    "empty": b"", "page": b"<!DOCTYPE html><html><title>404</title></html>",
+    "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 123\n",
+    "json": b'{"error": "Entry not found"}', "gzip": b"\x1f\x8b\x08\x00" * 20, "7z": b"7z\xbc\xaf\x27\x1c" + bytes(90),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", [*OTHER_FILES.values(), bytes(5000)], ids=[*OTHER_FILES, "zeros"])
+def test_other_files_are_unreadable(tmp_path: Path, data: bytes) -> None:
+    """A file that is no checkpoint is one finding."""
+    path = tmp_path / "model.pth"
+    path.write_bytes(data)
+    (finding,) = check(path).findings
+    assert (finding.code, finding.severity) == ("unreadable", "problem")
+
+
 def _cut_in_the_tensors(path: Path, kept: float) -> None:
     """A file of two tensors with that part of the bytes behind its header or pickle."""
     state = {"a.weight": torch.ones(64, 64), "b.weight": torch.zeros(64, 64)}
@@ -180,6 +197,28 @@ def test_repair_is_advised_for_what_lies_behind_garbage(tmp_path: Path) -> None:
     (finding,) = check(path).findings
     assert "ckpt repair" in finding.fix
     ckpt(*finding.fix.split()[1:])
+
+
+def devices(path: Path, **options: object) -> list[tuple[str, str]]:
+    """The severity and the text of what check says about devices."""
+    found = check(path, **options).findings  # type: ignore[arg-type]
+    return [(finding.severity, finding.found) for finding in found if finding.code == "no-such-device"]
+
+
+def test_a_device_that_was_asked_for(tmp_path: Path) -> None:
+    """Tags of other devices are a problem, those of the devices up to its number are none; no device is a usage error."""
+    mixed = FIXTURES / "mixed_devices.pth"
+    assert devices(mixed, device="cuda:3") == [("problem", "tensors are on mps: a machine with cuda:3 lacks them")]
+    assert devices(mixed, device="cuda:2") == [("problem", "tensors are on mps, cuda:3: a machine with cuda:2 lacks them")]
+    assert devices(mixed, device="mps") == [("problem", "tensors are on cuda:0, cuda:3: a machine with mps lacks them")]
+    assert devices(FIXTURES / "cuda.pth", device="cuda:0") == []
+    assert devices(FIXTURES / "cuda.pth", device="cpu")
+    apple = tmp_path / "apple.pth"
+    ckpt_tools.convert(FIXTURES / "cuda.pth", apple, map_location="mps")
+    assert devices(apple) == devices(apple, device="mps") == []
+    assert devices(apple, device="cpu") == [("problem", "tensors are on mps: a machine with cpu lacks them")]
+    with pytest.raises(UsageError, match="is not a device"):
+        check(mixed, device="cuda:x")
 
 
 def renamed_global(path: Path, old: bytes, new: bytes) -> None:

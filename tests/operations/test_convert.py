@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -139,6 +140,21 @@ def test_step_counters_keep_their_dtype(tmp_path: Path) -> None:
 
 
 # --- containers
+
+
+def test_safetensors_metadata(tmp_path: Path) -> None:
+    """Plain values stand in the metadata as text, nested ones as JSON, objects in their plain form."""
+    from argparse import Namespace
+
+    data = {"state_dict": {"a.w": torch.ones(1), "note": "in"}, "epoch": 3, "name": "run", "cfg": {"lr": [0.1, None]}}
+    data["args"] = Namespace(seed=1)
+    torch.save(data, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.safetensors")
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        metadata = file.metadata()
+    assert metadata == {"format": "pt", "epoch": "3", "name": "run", "cfg": '{"lr": [0.1, null]}', "note": "in",
+                        "args": '{"seed": 1}'}  # fmt: skip
+    assert [(fate.name, fate.became) for fate in report.objects] == [("argparse.Namespace", "dict")]
 
 
 @pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])

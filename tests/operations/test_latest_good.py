@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from ckpt_tools import convert, latest_good
 from tests.support.samples import FIXTURES
 from tests.support.terminal import ROOT, run
+from tests.support.zips import flip_byte
 
 
 def saved(path: Path, value: float = 1.0, *, time: int = 0, **facts: Any) -> Path:
@@ -28,6 +29,24 @@ def printed(*arguments: object) -> tuple[int, str]:
     """The exit code and what goes to standard output."""
     result = run("check", "--latest-good", *arguments)
     return result.exit_code, result.stdout
+
+
+def test_damaged_and_not_finite_ones_are_passed_over(tmp_path: Path) -> None:
+    """A flipped byte, a cut file and NaN: each is told on standard error, and the one before them is taken."""
+    good = saved(tmp_path / "epoch_1.pth", epoch=1)
+    saved(tmp_path / "epoch_2.pth", 2.0, epoch=2)
+    flip_byte(tmp_path / "epoch_2.pth", b"\0\0\0\x40" * 8)
+    saved(tmp_path / "epoch_3.pth", float("nan"), epoch=3)
+    cut = saved(tmp_path / "epoch_4.pth", epoch=4)
+    cut.write_bytes(cut.read_bytes()[:-300])
+    result = run("check", "--latest-good", tmp_path)
+    assert (result.exit_code, result.stdout) == (0, f"{good}\n")
+    told = result.stderr.splitlines()
+    assert [line.split(": ")[:2] for line in told] == [["not good", str(tmp_path / f"epoch_{n}.pth")] for n in (4, 3, 2)]
+    assert "NaN" in told[1]
+    quiet = run("check", "--latest-good", "--quiet", tmp_path)
+    assert (quiet.stdout, quiet.stderr) == (f"{good}\n", "")
+    assert latest_good(tmp_path, ignore=["not-finite"]) == tmp_path / "epoch_3.pth"
 
 
 def test_a_damaged_one_without_a_step_is_told_too(tmp_path: Path) -> None:
