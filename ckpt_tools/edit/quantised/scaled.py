@@ -33,18 +33,19 @@ def match_scaled(name: str, roles: Roles) -> Quantised | None:
         grid, boxes = lay_out(weight, shape, scale, config)
         if zero is not None and (zero.shape != scale.shape or zero.entry.dtype.family not in ("int", "float")):
             raise mismatch(scale, zero, "A zero point for each scale is wanted.")
-        return Plain(weight.shape, per_box(weight, scale, zero, shape, grid, boxes))
+        return Plain(weight.shape, per_box(weight, scale, zero, shape, grid, boxes, exponents=exponents))
 
     return Quantised(name, label, parts, weight.entry.numel, settle)
 
 
 def per_box(
-    weight: Part, scale: Part, zero: Part | None, shape: Sizes, grid: Sizes, boxes: Sizes, *, factor: float = 1.0
-) -> MakeRows:
+    weight: Part, scale: Part, zero: Part | None, shape: Sizes, grid: Sizes, boxes: Sizes, *, exponents: bool = False,
+    factor: float = 1.0,
+) -> MakeRows:  # fmt: skip
     """Codes with so many scales along every dimension, each for a box of elements."""
 
     def rows_of(part: Part) -> Rows:
-        matrix = part.numbers(exponents=part is scale and part.dtype == "uint8").rows(grid[-1])
+        matrix = part.numbers(exponents=exponents and part is scale).rows(grid[-1])
         return repeated(matrix, shape[:-1], grid[:-1], boxes[:-1])
 
     def make() -> Rows:
