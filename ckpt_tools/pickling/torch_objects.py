@@ -113,13 +113,21 @@ def sizes_of(node: Node) -> tuple[int, ...] | None:
 _SIZE, _INTS = Global("torch", "Size"), frozenset((int,))
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _is_text(node: Node) -> bool:
+    """Whether it is text that C++ can take from Python: in UTF-8."""
+    return type(node) is str and _SURROGATE.search(node) is None
+
+
 def extras_of(hooks: Node, metadata: Node = None) -> Extras | None:
     """What hooks and metadata add to a tensor; None where that is nothing."""
     is_empty = hooks is None or (type(hooks) is Dict and not hooks.items and hooks.attributes is None)
     if is_empty and metadata is None:
         return None
     bits = metadata.items if type(metadata) is Dict else []
-    is_lazy = all(type(key) is str and type(value) is bool and (value or key not in ("conj", "neg")) for key, value in bits)
+    is_lazy = all(_is_text(key) and type(value) is bool and (value or key not in ("conj", "neg")) for key, value in bits)
     need((is_empty or type(hooks) is Dict) and (metadata is None or type(metadata) is Dict) and is_lazy)
     return Extras(hooks=None if is_empty else hooks, metadata=metadata)
 
