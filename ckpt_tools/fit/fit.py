@@ -19,7 +19,7 @@ from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import listed, shape_text
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import between, module_paths
-from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, contiguous_stride
+from ckpt_tools.tree.nodes import Dict, Entry, Node, stored
 from ckpt_tools.tree.parametrized import is_part, part_of
 from ckpt_tools.values.numeric import part, row_major, tensor_bytes, torch_dtype
 from ckpt_tools.values.pytorch import need_torch, torch
@@ -333,9 +333,7 @@ class NewStorages:
 
     def entry(self, made: Content, blank: Blank, like: Node) -> Entry:
         self.count += 1
-        dtype = blank.dtype
-        storage = Storage(f"{self.prefix}{self.count}", dtype if dtype.storage else None, made.length, self.device, made)
-        entry = Entry(storage, dtype, blank.shape, contiguous_stride(blank.shape), 0)
+        entry = stored(f"{self.prefix}{self.count}", blank.dtype, blank.shape, made, self.device)
         return replace(entry, requires_grad=like.requires_grad, kind=like.kind) if type(like) is Entry else entry
 
 

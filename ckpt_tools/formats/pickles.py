@@ -68,6 +68,7 @@ class Pickles:
         self.pickles: list[Pickle] = []
         self.unexamined: list[tuple[str, str]] = []
         self.program = False
+        self.left = self.parts = 0  # of the file that is looked at: bytes that it may inflate to; parts of it so far
 
     def look_through(self, source: Source, where: str = "") -> None:
         """Find the pickles of a file, which is called so among others."""
@@ -190,7 +191,7 @@ class Pickles:
 
     def archive(self, source: Source, where: str, depth: int) -> None:
         """The records of a zip but those that hold the numbers of tensors; of a damaged one whatever has a local header."""
-        places = split(source)
+        places, _ = split(source)
         for start, size in places:
             self.archive(Window(source, start, size), _inside(where, f"archive at byte {start}"), depth)
         if places:
@@ -259,7 +260,8 @@ class Pickles:
         if opened.size:
             self.examine(opened, _inside(where, f"({kind.name})"), depth + 1)
         if damage is None and end < source.size:
-            self.examine(Window(source, end, source.size - end), _inside(where, f"behind what is {kind.name}"), depth + 1)
+            self.examine(Window(source, end, source.size - end), _inside(where, f"after the {kind.name}"), depth + 1)
+        # what merely begins as zlib or lzma is another file; lzma that wants more memory than there may be is meant
         is_sure = kind in KINDS or opened.size >= _BY_ACCIDENT or len(self.pickles) > before or "Memory" in str(damage)
         if damage is not None and is_sure:
             self.skip(where, f"it cannot be inflated to its end: {damage}")

@@ -35,8 +35,9 @@ sniff = is_zip
 
 
 def decode(source: Source) -> Checkpoint:
-    if places := split(source):
-        return _decode_several(source, places)
+    places, reads_first = split(source)
+    if places:
+        return _decode_several(source, places, reads_first=reads_first)
     try:
         directory = zips.read_directory(source)
     except zips.MissingDirectoryError:
@@ -51,8 +52,13 @@ def decode(source: Source) -> Checkpoint:
             return programs.decode_script(source, directory, folder)
         if programs.is_exported(names, folder):
             return programs.decode_exported(source, directory, folder)
-    if _is_bundle(source, directory):
-        return _decode_bundle(source, directory)
+    kinds = _kinds_of(source, directory.records)
+    if kinds and set(kinds) <= {"npy"}:  # whatever they are called
+        from ckpt_tools.formats import numpy_files
+
+        return numpy_files.decode_npz(source, directory)
+    if not set(kinds) <= {"", "pickle"}:
+        return _decode_bundle(source, directory, kinds)
     why = f"It holds {some(sorted(names)) or 'nothing'}."
     raise UnsupportedContainerError("This is a zip file, but not one that torch.save wrote.", why=why)
 
@@ -86,22 +92,16 @@ _MAX_MEMBERS, _MAX_JSON_DEPTH = 1000, 100
 _JSON_STARTS = frozenset('{["-0123456789tfn')
 
 
-def _is_bundle(source: Source, directory: Directory) -> bool:
-    """Whether some member starts as a checkpoint does, other than a plain pickle."""
-    records = directory.records
+def _kinds_of(source: Source, records: Sequence[Record]) -> list[str]:
+    """The container that each member starts as, "" for none; of too many members of none."""
     if len(records) > _MAX_MEMBERS:
-        return False
+        return []
     source.prefetch([(record.data, min(record.compressed, _HEAD)) for record in records])
-    kinds = (container_of(zips.record_head(source, record, _HEAD), IN_ZIPS) for record in records)
-    return any(kind not in ("", "pickle") for kind in kinds)
+    return [container_of(zips.record_head(source, record, _HEAD), IN_ZIPS) for record in records]
 
 
-def _decode_bundle(source: Source, directory: Directory) -> Checkpoint:
+def _decode_bundle(source: Source, directory: Directory, kinds: Sequence[str]) -> Checkpoint:
     records = directory.records
-    if all(container_of(zips.record_head(source, record, _HEAD), ("npy",)) for record in records):  # whatever they are called
-        from ckpt_tools.formats import numpy_files
-
-        return numpy_files.decode_npz(source, directory)
     items: list[tuple[Node, Node]] = []
     unusual = ["an archive around checkpoints"]
     decoded = Checkpoint("zip-bundle", Dict(items), source, unusual=unusual, has_checksums=True, records=records)
@@ -109,8 +109,9 @@ def _decode_bundle(source: Source, directory: Directory) -> Checkpoint:
     keys, inflated = Keys(), Spooled(source, ()) if any(record.deflated for record in records) else None
 
     def members() -> Iterator[tuple[str, Checkpoint]]:
-        for record in records:
-            if (part := _member(source, record, inflated, decoded.warnings)) is None:
+        for record, kind in zip(records, kinds, strict=True):
+            part = _member(source, record, kind, inflated, decoded.warnings) if kind else None
+            if part is None:
                 items.extend(_value(source, record, decoded.warnings))
                 continue
             items.append((record.name, keys.renew(part.root)))
@@ -124,12 +125,10 @@ def _decode_bundle(source: Source, directory: Directory) -> Checkpoint:
     return decoded
 
 
-def _member(source: Source, record: Record, inflated: Spooled | None, warnings: list[Warned]) -> Checkpoint | None:
-    """A member that is a checkpoint; a deflated one is inflated behind the others, into a temporary file."""
-    head = zips.record_head(source, record, _HEAD)
-    kind = container_of(head, IN_ZIPS)
-    if not kind:
-        return None
+def _member(
+    source: Source, record: Record, kind: str, inflated: Spooled | None, warnings: list[Warned]
+) -> Checkpoint | None:  # fmt: skip
+    """A member that starts as a checkpoint; a deflated one is inflated behind the others, into a temporary file."""
     try:
         place, start, stored = source, record.data, None
         if inflated is None or not record.deflated:  # checked by its CRC-32 when bytes leave, a deflated one when inflated
@@ -141,7 +140,7 @@ def _member(source: Source, record: Record, inflated: Spooled | None, warnings: 
             return decode_inside(place, (start, record.size), record.name)
         window = Window(place, start, record.size, stored)
         if kind != "pickle":
-            refuse_polyglot(window, head)
+            refuse_polyglot(window, window.read(0, min(_HEAD, window.size)))
         part: Checkpoint = reader(kind).decode(window)
         return part
     except CkptError as error:
@@ -186,10 +185,10 @@ def _node(value: Any, depth: int) -> Node:
 _ENDS = zips.END64.size + zips.LOCATOR64.size + zips.END.size  # as torch ends every archive, without a comment
 
 
-def split(source: Source) -> list[zips.Place]:
+def split(source: Source) -> tuple[list[zips.Place], bool]:
     """The place of each archive, when the file is several of torch's one after another and nothing else; else none.
 
-    Refused where torch would find yet another one in it.
+    And whether torch opens the first of them. Refused where it would find yet another one.
     """
     found: list[zips.Place] = []
     end = source.size
@@ -203,13 +202,12 @@ def split(source: Source) -> list[zips.Place]:
         limits.RECORDS.check(len(found), f"{source.path} holds more archives than any checkpoint.")
         end = begin
     if len(found) < 2 or end > 0:
-        return []
-    _torch_reads_the_first(source, found[-1][1])
-    return found[::-1]
+        return [], False
+    return found[::-1], _torch_reads_the_first(source, found[-1][1])
 
 
-def _decode_several(source: Source, places: Sequence[zips.Place]) -> Checkpoint:
-    first = "; torch.load gives the first of them alone" if _torch_reads_the_first(source, places[0][1]) else ""
+def _decode_several(source: Source, places: Sequence[zips.Place], *, reads_first: bool) -> Checkpoint:
+    first = "; torch.load gives the first of them alone" if reads_first else ""
     found = f"{len(places)} archives one after another: one rank's part of a distributed checkpoint, without names{first}"
     roots, keys = List(), Keys()
     decoded = Checkpoint("dcp-part", roots, source, has_checksums=True)

@@ -189,7 +189,7 @@ def _records(checkpoint: Checkpoint, contents: Sequence[Range | Deflated]) -> li
     if isinstance(checkpoint.source, Files):
         for source in checkpoint.source.members.values():
             if source.path.suffix == ".distcp" or checkpoint.container in PART_CONTAINERS:
-                archives: Sequence[Place | None] = split(source) or [None]  # one, or in a dcp one a tensor
+                archives: Sequence[Place | None] = split(source)[0] or [None]  # one, or in a dcp one a tensor
                 for place in archives if is_zip(source.read(0, min(4, source.size))) else ():
                     found |= {id(record): (source, record) for record in read_directory(source, place).records}
     places = {(*in_file(source, record.data), record.size): (source, record) for source, record in found.values()}
