@@ -177,9 +177,10 @@ def _values(root: Node, state_dict: StateDict, flat: Flat) -> None:
     # All at once: what several of them share is made plain once.
     values = Dict(list(enumerate(node for _, node in found)))
     _, fates = plain.make_plain(values)
-    if lost := [dotted((*found[at][0], *below)) for at, *below in plain.lost_arrays(fates) if type(at) is int]:
+    if lost := [dotted((*found[at][0], *below)) for at, *below in plain.lost_numbers(fates) if type(at) is int]:
         raise ConvertError(
-            f"{lost[0]!r} is an array of NumPy's that has no plain form.", fix="Write a .pth, which holds it as it is."
+            f"{lost[0]!r} is a value of NumPy's that has no plain form.",
+            fix=f"Write a .pth, which holds it as it is, or leave it out: `drop={lost[0]!r}`",
         )
     for fate in fates:
         index, *below = fate.where

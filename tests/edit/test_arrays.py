@@ -50,12 +50,14 @@ def test_arrays_of_python_2(kind: str, first: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["M8[s]", "g", [("a", "<f4"), ("b", "<i4")]], ids=str)
-def test_arrays_without_a_plain_form_are_an_error(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_array", [True, False])
+def test_numpys_values_without_a_plain_form_are_an_error(kind: Any, is_array: bool, tmp_path: Path) -> None:
     """Dates, numbers wider than torch's and structures are named; alone where --drop names them they are left out."""
-    (tmp_path / "in.pkl").write_bytes(pickle.dumps({"w": np.ones(2), "odd": np.zeros(2, kind)}, 4))
-    with pytest.raises(ObjectsError, match=r"would be lost: odd\.\n.*arrays of dates"):
+    odd = np.zeros(2, kind)
+    (tmp_path / "in.pkl").write_bytes(pickle.dumps({"w": np.ones(2), "odd": odd if is_array else odd[0]}, 4))
+    with pytest.raises(ObjectsError, match=r"would be lost: odd\.\n.*no dates, structures"):
         ckpt_tools.convert(tmp_path / "in.pkl", tmp_path / "out.pth", objects="plain")
-    with pytest.raises(ConvertError, match="'odd' is an array"):
+    with pytest.raises(ConvertError, match="'odd' is a value of NumPy's"):
         ckpt_tools.convert(tmp_path / "in.pkl", tmp_path / "out.safetensors")
     assert ckpt_tools.convert(tmp_path / "in.pkl", tmp_path / "out.pth", objects="plain", drop="odd").dropped
 

@@ -114,21 +114,22 @@ class Dropped:
 _NOT_IN_PLAIN = "They are in objects whose plain form has no place for them."
 
 
-def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = (), why: str = _NOT_IN_PLAIN) -> Dropped:
-    """Make sure that --drop names every tensor that would be lost, or what it lies in."""
+def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = (), *, are_numpys: bool = False) -> Dropped:
+    """Make sure that --drop names every tensor that would be lost, or what it lies in; or every value of NumPy's."""
     globs = Globs(drop)
     unnamed = [where for where in lost if not globs.matching(*(dotted(where[:end]) for end in range(1, len(where) + 1)))]
     if unnamed:
-        fix = "`objects='keep'` keeps them as they are, in a .pth."
-        if why == _NOT_IN_PLAIN:
-            fix = "torch.load gives them back where their classes are: save a state dict there."
+        kind, why, fix = "tensor", _NOT_IN_PLAIN, "torch.load gives them back where their classes are: save a state dict there."
+        if are_numpys:
+            kind, why = "value", "torch has no dates, structures, or numbers wider than float64."
+            fix = f"Leave it out: `drop={dotted(unnamed[0])!r}`. `objects='keep'` keeps it as it is, in a .pth."
         shown = listed([dotted(where) for where in unnamed], 8)
-        raise ObjectsError(f"{tensors_of(path, unnamed)} would be lost: {shown}.", why=why, fix=fix)
+        raise ObjectsError(f"{tensors_of(path, unnamed, kind)} would be lost: {shown}.", why=why, fix=fix)
     return Dropped(lost, frozenset(glob for glob in globs if glob not in globs.unused))
 
 
-def tensors_of(path: str | os.PathLike[str], lost: Sized) -> str:
-    return f"{'A tensor' if len(lost) == 1 else f'{len(lost)} tensors'} of {path}"
+def tensors_of(path: str | os.PathLike[str], lost: Sized, kind: str = "tensor") -> str:
+    return f"{f'A {kind}' if len(lost) == 1 else f'{len(lost)} {kind}s'} of {path}"
 
 
 def check_state_dict(checkpoint: Checkpoint, state_dict: StateDict) -> None:

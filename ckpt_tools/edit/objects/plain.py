@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools import limits
 from ckpt_tools.edit.objects.known import WITH_OUTER, is_known
-from ckpt_tools.edit.objects.values import Key, as_array, is_array, key_for_2_4, plain_for_2_4, plain_object, plain_subclass
+from ckpt_tools.edit.objects.values import (
+    Key,
+    as_array,
+    is_array,
+    is_of_numbers,
+    key_for_2_4,
+    plain_for_2_4,
+    plain_object,
+    plain_subclass,
+)
 from ckpt_tools.pickling.arrays_behind import WRAPPER
 from ckpt_tools.pickling.old_tensors import VARIABLE
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, unusual_tensor
@@ -283,9 +292,10 @@ def _plain(node: Node, key: Key) -> Node | Drop:
     return plain_object(node, key)
 
 
-def lost_arrays(fates: Iterable[Fate]) -> list[Where]:
-    """Where arrays were that have no plain form: of dates, of structures, of numbers that torch does not have."""
-    return [fate.where for fate in fates if fate.became == "dropped" and is_array(Global(*fate.name.rpartition(".")[::2]))]
+def lost_numbers(fates: Iterable[Fate]) -> list[Where]:
+    """Where NumPy's arrays and numbers were that have no plain form: dates, structures, numbers that torch does not have."""
+    dropped = (fate for fate in fates if fate.became == "dropped")
+    return [fate.where for fate in dropped if is_of_numbers(Global(*fate.name.rpartition(".")[::2]))]
 
 
 def newer_dtypes(root: Node) -> list[str]:

@@ -75,6 +75,11 @@ def is_array(name: Global) -> bool:
     return _conversion(name) in _ARRAYS
 
 
+def is_of_numbers(name: Global) -> bool:
+    """Whether this makes an array of NumPy's, or one number of it."""
+    return is_array(name) or _conversion(name) is _numpy_scalar
+
+
 @lru_cache(maxsize=1024)
 def _conversion(name: Global) -> Converter | None:
     return _CONVERSIONS.get(str(name).replace("numpy._core.", "numpy.core.").replace("pathlib._local.", "pathlib."))

@@ -18,7 +18,6 @@ from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.modules import is_module
 from ckpt_tools.tree.nodes import Node, Where
 
-_NO_PLAIN_FORM = "They are arrays of dates, of structures, or of numbers that torch does not have."
 WRAPPER_CLASSES = ("torch.nn.parallel.data_parallel.DataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 
 
@@ -76,10 +75,10 @@ def weights_alone(
 
 
 def _drop_lost(
-    checkpoint: Checkpoint, lost: Sequence[Where], drop: Sequence[str], report: Converted, **why: str
+    checkpoint: Checkpoint, lost: Sequence[Where], drop: Sequence[str], report: Converted, *, are_numpys: bool = False
 ) -> frozenset[str]:
     """Tell of the lost tensors that --drop names; returns the globs that do. The others are an error."""
-    dropped = losses.check_lost(checkpoint.path, lost, drop, **why)
+    dropped = losses.check_lost(checkpoint.path, lost, drop, are_numpys=are_numpys)
     report.dropped += [(dotted(where), "`drop`") for where in dropped.wheres]
     return dropped.globs
 
@@ -142,7 +141,7 @@ def _without_objects(
         report.dropped += [(dotted(where), "`objects='drop'`") for where in lost]
         return root, frozenset()
     report.dropped += [(dotted(where), losses.OUTSIDE) for where in lost if where in known]
-    used = _drop_lost(checkpoint, plain.lost_arrays(fates), drop, report, why=_NO_PLAIN_FORM)
+    used = _drop_lost(checkpoint, plain.lost_numbers(fates), drop, report, are_numpys=True)
     return root, used | _drop_lost(checkpoint, [where for where in lost if where not in known], drop, report)
 
 
