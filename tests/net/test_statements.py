@@ -99,7 +99,7 @@ def test_a_saved_model_of_tensorflow(tmp_path: Path) -> None:
     (tmp_path / "saved_model.pb").write_bytes(b"\x08\x01\x12" + bytes((len(graph),)) + graph)
     said = text("inspect", tmp_path / "saved_model.pb", code=3)
     assert "TensorFlow" in said
-    assert "This is no ONNX model" in said
+    assert "This is not an ONNX model" in said
 
 
 def test_hdf5_of_others(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def decode(source: Source, files: Files | None = None) -> Checkpoint:
     model = _fields(Range(source, 0, source.size), _MODEL)
     if 7 not in model:
         why = "A saved_model.pb of TensorFlow begins as one does, and is not read here."
-        raise UnsupportedContainerError("This is no ONNX model, which would have a graph.", why=why)
+        raise UnsupportedContainerError("This is not an ONNX model: it has no graph.", why=why)
     metadata = {}
     for number, name in _KEYS.items():
         if number in model:
