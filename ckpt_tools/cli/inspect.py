@@ -17,7 +17,7 @@ from ckpt_tools.cli.options import PIPED, expand, filter_option, print_failure, 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.io.source import Handed, is_address, is_there
 from ckpt_tools.operations.inspect import Description
-from ckpt_tools.render.text import Page, console, counted, print_names, print_title, show, size_text, wrapped
+from ckpt_tools.render.text import Page, console, counted, print_title, show, size_text
 from ckpt_tools.text import dotted, printable
 
 
@@ -186,7 +186,6 @@ _STEPS = {
     "epoch": "epoch", "current_epoch": "epoch", "step": "step", "global_step": "step", "iteration": "step", "iter": "step",
     "iter_num": "step", "steps": "step", "num_updates": "step", "common.iteration": "step",
 }  # fmt: skip
-_NARROW, _VERDICT = 100, 20  # columns of a terminal where several codes do not stand in one line; those of the longest code
 _DANGEROUS = ("dangerous", "unexamined")
 _IN_THE_WAY = "device-tags"  # an info where the device is there; elsewhere the file does not load as it is
 
@@ -228,18 +227,17 @@ def print_overview(paths: Sequence[Path], rows: Sequence[OverviewRow | CkptError
     print_title(f"{where}{counted(len(known), 'checkpoint')}, {size}{unread}", out)
     out.print()
     names = [printable(str(path if top is None else path.relative_to(top))) for path in paths]
-    print_names("file", names, _columns(rows, out), out, right=("tensors", "size"))
+    out.table({"file": names, **_columns(rows)}, right=("tensors", "size"))
     out.print("\nckpt inspect FILE shows one of them, --all shows all")
 
 
-def _columns(rows: Sequence[OverviewRow | CkptError], out: Page) -> dict[str, list[str]]:
+def _columns(rows: Sequence[OverviewRow | CkptError]) -> dict[str, list[str]]:
     unread = OverviewRow("", 0, 0, "unreadable", "")
     shown = [row if isinstance(row, OverviewRow) else unread for row in rows]
-    room = _VERDICT if out.width < _NARROW else out.width
     return {
         "container": [row.container for row in shown],
         "tensors": ["" if row is unread else f"{row.tensors:,}" for row in shown],
         "size": ["" if row is unread else size_text(row.bytes) for row in shown],
-        "verdict": [wrapped(row.verdict, room) for row in shown],
+        "verdict": [row.verdict for row in shown],
         "step": [row.step for row in shown],
     }

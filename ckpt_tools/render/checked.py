@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ckpt_tools.operations.check.digests import shape_text
 from ckpt_tools.operations.check.report import Checked
-from ckpt_tools.render.text import Page, Row, console, counted, path_text, print_finding, print_names, print_rows, size_text
+from ckpt_tools.render.text import Page, Row, console, counted, path_text, print_finding, print_rows, size_text
 from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
 
@@ -47,7 +47,7 @@ def _print_one(report: Checked, out: Page, *, digests: bool) -> None:
     for code, findings in by_code.items():
         for finding in findings[:_SHOWN]:
             out.print()
-            print_finding(finding, out, with_code=True)
+            print_finding(finding, out)
         if len(findings) > _SHOWN:
             out.print(f"\n... {len(findings) - _SHOWN} more of {code} (--json shows all)")
 
@@ -78,4 +78,4 @@ def _print_summary(reports: Sequence[Checked], out: Page) -> None:
     names = [printable(report.path) for report in reports]
     verdicts = [report.verdict for report in reports]
     styles = [_COLOURS[verdict] for verdict in verdicts]
-    print_names("checkpoint", names, {"verdict": verdicts, **numbers}, out, right=numbers, styles=styles)
+    out.table({"checkpoint": names, "verdict": verdicts, **numbers}, right=numbers, styles=styles)

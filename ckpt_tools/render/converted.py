@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.edit.objects.known import WITH_OUTER
 from ckpt_tools.errors import CkptError
 from ckpt_tools.operations.convert.report import Converted, RenamedNames
-from ckpt_tools.render.text import (
-    Page,
-    Row,
-    by_reason,
-    counted,
-    path_text,
-    print_names,
-    print_rows,
-    print_title,
-    rows_of,
-    size_text,
-)
+from ckpt_tools.render.text import Page, Row, by_reason, counted, path_text, print_rows, print_title, rows_of, size_text
 from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import listed, printable
 
@@ -47,15 +36,15 @@ def print_several(
     refused = f"; {len(results) - len(done)} refused" if len(done) < len(results) else ""
     reports = [None if isinstance(result, CkptError) else result for result in results]
     columns = {
+        "IN": [printable(str(source)) for source in sources],
         verb: ["refused" if made is None else printable(str(target)) for target, made in zip(targets, reports, strict=True)],
         "tensors": ["" if report is None else f"{report.tensors:,}" for report in reports],
         "renamed": ["" if report is None else f"{sum(row.renamed for row in report.state_dicts):,}" for report in reports],
         "notes": ["" if report is None else f"{len(report.notes):,}" for report in reports],
         "bytes": ["" if report is None else size_text(report.bytes) for report in reports],
     }
-    names = [printable(str(source)) for source in sources]
-    if names:
-        print_names("IN", names, columns, out, right=("tensors", "renamed", "notes", "bytes"))
+    if sources:
+        out.table(columns, right=("tensors", "renamed", "notes", "bytes"))
         for note in (note for report in done for note in report.notes if note.code.startswith("dangerous")):
             out.print(f"\n{note.text}")
         notes = "; --json shows the notes" if any(report.notes for report in done) else ""

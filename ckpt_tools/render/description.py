@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.operations.inspect import Description
 from ckpt_tools.render.text import (
     Page,
     Row,
-    container_text,
     counted,
     counts_text,
-    loading_row,
     path_text,
     print_finding,
-    print_names,
     print_rows,
     print_title,
     rows_of,
     size_text,
-    state_dict_text,
     wrapped,
 )
 from ckpt_tools.text import listed, natural, printable, shape_text, shortened
@@ -34,10 +31,9 @@ from ckpt_tools.tree.globs import Globs, meant_by
 
 _MOST_LEAVES = 48  # characters that the leaves of one parent, or their shapes, may take in a folded line
 _KEPT_LEAVES = 3
-_NUMBER = re.compile(r"(?<![^.])([0-9]{1,9})(?=\.)")
+_NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?=\.)")  # not 01, which is another name than 1
 _NUMBERS = 3  # of a name that are tried
 _SHOWN_RANGES = 8
-_Numbered: TypeAlias = "list[tuple[str, Line]]"  # with the text of the number in its name
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -139,7 +135,7 @@ def _fold_siblings(lines: list[Line]) -> list[Line]:
 
 def _fold_blocks(lines: list[Line], place: int) -> list[Line]:
     """Lines that repeat but for a counted number become one: `layers.{0-11}.attn.{weight, bias}`."""
-    groups: dict[tuple[str, tuple[str, ...], str, str, int], _Numbered] = {}
+    groups: dict[tuple[str, tuple[str, ...], str, str, int], list[tuple[str, Line]]] = {}
     at = 2 * place + 1
     for line in lines:
         parts, number = _NUMBER.split(line.name, place + 1), ""
@@ -147,27 +143,15 @@ def _fold_blocks(lines: list[Line], place: int) -> list[Line]:
             number, parts[at] = parts[at], "\0"
         shapes = tuple(line.shapes) if line.named or not number else ()
         groups.setdefault(("".join(parts), shapes, line.dtype, line.device, line.repeats), []).append((number, line))
-    return [_one_of(pattern, *part) for (pattern, *_), group in groups.items() for part in _by_width(group)]
+    return [_one_of(pattern, group) for (pattern, *_), group in groups.items()]
 
 
-def _by_width(group: _Numbered) -> list[tuple[_Numbered, int]]:
-    """Numbers that are padded alike: `01` and `1` are two names. With each part the digits that all of it has at least."""
-    widths = sorted({len(number) for number, _ in group if number[:1] == "0" and len(number) > 1})
-    if not widths:
-        return [(group, 1)]
-    parts: dict[int, _Numbered] = {}
-    for number, line in group:
-        width = next((width for width in widths if number == str(int(number)).zfill(width)), 1)
-        parts.setdefault(width, []).append((number, line))
-    return [(part, width) for width, part in parts.items()]
-
-
-def _one_of(pattern: str, group: _Numbered, width: int) -> Line:
+def _one_of(pattern: str, group: list[tuple[str, Line]]) -> Line:
     first = group[0][1]
     if len(group) == 1:
         return first
     lines = [line for _, line in group]
-    name = pattern.replace("\0", f"{{{ranges([int(number) for number, _ in group], width)}}}")
+    name = pattern.replace("\0", f"{{{ranges(int(number) for number, _ in group if number)}}}")
     same = all(line.shapes == first.shapes for line in lines)
     return Line(
         name, first.shapes if same else [], first.dtype, first.device, sum(line.bytes for line in lines),
@@ -175,16 +159,15 @@ def _one_of(pattern: str, group: _Numbered, width: int) -> Line:
     )  # fmt: skip
 
 
-def ranges(numbers: Iterable[int], width: int = 1) -> str:
-    """Numbers in their order, runs of them as `first-last`, the first eight of those; of at least so many digits."""
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers in their order, runs of them as `first-last`, the first eight of those."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    bounds = [(str(first).zfill(width), str(last).zfill(width)) for first, last in runs[:_SHOWN_RANGES]]
-    texts = [first if first == last else f"{first}-{last}" for first, last in bounds]
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_SHOWN_RANGES]]
     return ",".join([*texts, "..."] if len(runs) > _SHOWN_RANGES else texts)
 
 
@@ -209,17 +192,13 @@ class View:
 def print_description(description: Description, view: View, out: Page) -> None:
     """The whole page of `ckpt inspect`."""
     print_title(description.path, out)
-    print_rows(_head(description, None if view.all else SHOWN_ROWS), out)
+    print_rows(head(description, None if view.all else SHOWN_ROWS), out)
     rows = _chosen(description.tensors, view)
-    closed: dict[Where, Rows] = {}
-    if rows and view.tree:
+    lines, closed = _lines(rows, view)
+    if lines:
         out.print()
-        _print_tree(rows, view, out)
-    elif rows:
-        lines, closed = _lines(rows, view)
-        out.print()
-        _print_table(lines, view, out)
-    elif description.tensors:
+        (_print_tree if view.tree else _print_table)(lines, view, out)
+    elif description.tensors and not rows:
         near = meant_by(str(view.filter), [".".join(map(str, row["where"])) for row in description.tensors])
         out.print(f"\nNo tensor matches {printable(f'{view.filter!r}. {near}').rstrip()}")
     limit = None if view.all else _SHOWN_REST
@@ -229,21 +208,22 @@ def print_description(description: Description, view: View, out: Page) -> None:
         print_rows(rest, out)
     for finding in description.findings:
         out.print()
-        print_finding(finding, out, with_code=True)
+        print_finding(finding, out)
 
 
-def _head(description: Description, limit: int | None) -> list[Row]:
+def head(description: Description, limit: int | None) -> list[Row]:
+    """What the file is, how much it holds, and how it loads; so many state dicts."""
     totals = description.totals
     spent = totals["storage_bytes"]
     extra = f" in {size_text(spent)} of storage" if spent != totals["bytes"] else ""
     rows = [
-        ("container", container_text(description)),
+        ("container", _container(description)),
         ("tensors", f"{totals['tensors']:,}, {counted(totals['elements'], 'element')}, {size_text(totals['bytes'])}{extra}"),
         ("dtypes", counts_text(totals["dtypes"])),
     ]
     if totals["devices"]:
         rows.append(("devices", counts_text(totals["devices"])))
-    rows += rows_of("state dict", list(map(state_dict_text, description.state_dicts)), limit, "--all")
+    rows += rows_of("state dict", list(map(_state_dict, description.state_dicts)), limit, "--all")
     if quantised := description.quantised:
         rows += rows_of("quantised", [*map(_scheme_text, quantised["schemes"]), *quantised["problems"]], limit, "--all")
     if description.adapter is not None:
@@ -252,8 +232,31 @@ def _head(description: Description, limit: int | None) -> list[Row]:
         whose = "one" if part["rank"] is None else f"rank {part['rank']}"
         of = f"{whose} of {part['world']}, " if part["world"] else ""
         rows.append(("part", f"{of}{part['family']}: not a whole model"))
-    rows.append(loading_row(description.weights_only))
+    rows.append(_loading(description.weights_only))
     return rows if description.container == "safetensors" else [*rows, ("safety", description.safety.text)]
+
+
+def _loading(weights_only: Mapping[str, Any]) -> tuple[str, str]:
+    """What torch.load says of a checkpoint, or the call that loads what is not for it."""
+    call = weights_only["call"]
+    if call.partition(",")[0] != "torch.load" or call.endswith(("unpacked", "one rank's part each")):
+        return "loads with", call
+    return "weights_only", "loads" if weights_only["loads"] else "refused by torch.load(weights_only=True)"
+
+
+def _container(description: Description) -> str:
+    """The container, what it lies in, and the size of the file."""
+    packed, size = description.packed, size_text(description.file_bytes)
+    if packed is None:
+        return f"{description.container}, {size}"
+    member = f", {printable(packed['member'])}" if packed["member"] else ""
+    return f"{description.container} inside {packed['kind']}{member}, {size}"
+
+
+def _state_dict(row: Mapping[str, Any]) -> str:
+    """Where a state dict is, how much it holds, and in which wrappers its names are."""
+    wrapped = f", wrapped in {' '.join(map(repr, row['wrappers']))}" if row["wrappers"] else ""
+    return f"{path_text(row['where'])}: {counted(row['tensors'], 'tensor')}, {counted(row['parameters'], 'element')}{wrapped}"
 
 
 def _adapter_lines(row: dict[str, Any]) -> list[str]:
@@ -294,7 +297,7 @@ def _lines(rows: Rows, view: View) -> tuple[list[Line], dict[Where, Rows]]:
     """The lines of the table; and the optimizers whose states are left out of it, where nothing asks for them."""
     if view.depth:
         return by_depth(rows, view.depth), {}
-    if view.all or view.flat or view.sort == "size":
+    if view.all or view.flat or view.tree or view.sort == "size":
         return list(map(line_of, rows)), {}
     state_dicts, optimizers, others = dict[Where, Rows](), dict[Where, Rows](), Rows()
     for row in rows:
@@ -304,8 +307,9 @@ def _lines(rows: Rows, view: View) -> tuple[list[Line], dict[Where, Rows]]:
             optimizers.setdefault(where, []).append(row)
         else:
             others.append(row)
-    closed = optimizers if view.filter is None and (state_dicts or others) else {}
-    return lines_of(state_dicts.values(), others, () if closed else optimizers.values()), closed
+    if view.filter is not None:
+        return lines_of(state_dicts.values(), (others, *optimizers.values())), {}
+    return lines_of(state_dicts.values(), [others]), optimizers
 
 
 def _print_table(lines: list[Line], view: View, out: Page) -> None:
@@ -321,7 +325,7 @@ def _print_table(lines: list[Line], view: View, out: Page) -> None:
         left = lines[len(shown) :]
         names.append(f"... {sum(line.count for line in left)} more (--all)")
         columns["bytes"].append(size_text(sum(line.bytes for line in left)))
-    print_names("tensor", names, columns, out, right={"bytes"}, optional=("device", "dtype"))
+    out.table({"tensor": names, **columns}, right={"bytes"})
 
 
 def brief_name(name: str) -> str:
@@ -340,18 +344,14 @@ def _shape_text(line: Line) -> str:
     return wrapped(kept, _SHAPE_WIDTH).replace("\0\0", ", ")
 
 
-def _print_tree(rows: list[dict[str, Any]], view: View, out: Page) -> None:
+def _print_tree(lines: list[Line], view: View, out: Page) -> None:
     """Each part of the names once, indented below the part before it."""
     out.print("(root)")
-    lines = by_depth(rows, view.depth) if view.depth else list(map(line_of, rows))
     limit = len(lines) if view.all else 4 * SHOWN_ROWS
     above: list[str] = []
     for line in lines[:limit]:
         *parts, last = line.name.removesuffix(".*").split(".")
-        same = next(
-            (at for at, (one, other) in enumerate(zip(parts, above, strict=False)) if one != other),
-            min(map(len, (parts, above))),
-        )
+        same = len(commonprefix([parts, above]))  # noqa: RUF071  no paths
         for level, part in enumerate(parts[same:], same + 1):
             out.print(f"{_INDENT * level}{printable(part)}")
         said = f"  {line.shape}  {line.dtype}  {printable(line.device)}  {size_text(line.bytes)}"
@@ -361,18 +361,13 @@ def _print_tree(rows: list[dict[str, Any]], view: View, out: Page) -> None:
         out.print(f"{_INDENT}... {sum(line.count for line in lines[limit:])} more (--all)")
 
 
-def _together(names: Sequence[str], brief: Callable[[str], str]) -> str:
-    text = listed(list(map(brief, names)), 6)
-    return shortened(text, 108) if "{...}" in text else text
-
-
 def _rest(description: Description, limit: int | None) -> list[Row]:
     """What is tied, and what is there beside the tensors."""
     name = str if limit is None else brief_name
     values = sorted(description.values.items(), key=lambda item: item[0].count("."))  # epoch before config.data.workers
     kinds = {
-        "tied": [_together(group, name) for group in description.tied],
-        "one storage": [_together(group, name) for group in description.shared],
+        "tied": [listed(list(map(name, group)), 6) for group in description.tied],
+        "one storage": [listed(list(map(name, group)), 6) for group in description.shared],
         "value": [f"{name(key)} = {shortened(str(value), 120 if limit is None else 80)}" for key, value in values],
         "object": [f"{path_text(row['where'])}: {row['global']}" for row in description.objects],
         "metadata": [f"{key} = {shortened(str(text), 120)}" for key, text in description.metadata.items()],
@@ -382,36 +377,24 @@ def _rest(description: Description, limit: int | None) -> list[Row]:
 
 Rows = list[dict[str, Any]]
 _INDENT = "  "
-_FEW = 3  # lines that are not worth a reference to others that are alike
 
 
-def lines_of(state_dicts: Collection[Rows], others: Rows, optimizers: Iterable[Rows]) -> list[Line]:
-    """The lines of the table: a heading for what all names of a group begin with, and the names behind it."""
+def lines_of(state_dicts: Iterable[Rows], others: Iterable[Rows]) -> list[Line]:
+    """The lines of the table: a heading for what all names of a state dict begin with, and the names behind it."""
     lines: list[Line] = []
-    alike: dict[tuple[Any, ...], str] = {}
     for rows in state_dicts:
         own = list(map(line_of, rows))
-        names = [line.name for line in own]
-        prefix = shared_prefix(names)
-        own = _headed(prefix, folded(own))
-        if len(state_dicts) > 1:
-            what = tuple(
-                (name.removeprefix(prefix), tuple(row["shape"] or ()), row["dtype"], row["device"])
-                for name, row in zip(names, rows, strict=True)
-            )
-            if (before := alike.setdefault(what, prefix)) is not prefix and len(own) > _FEW:
-                own = [_reference(prefix, before, rows)]
-        lines += own
-    for rows in (others, *optimizers):
+        prefix = shared_prefix([line.name for line in own])
+        lines += _headed(prefix, folded(own))
+    for rows in others:
         lines += folded(list(map(line_of, rows)))
     return lines
 
 
 def shared_prefix(names: Sequence[str]) -> str:
     """What all dotted names begin with, up to a dot."""
-    first, last = min(names), max(names)  # what these two share, all in between them share
-    same = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first[: first.rfind(".", 0, same) + 1]
+    same = commonprefix(names)  # noqa: RUF071  no paths
+    return same[: same.rfind(".") + 1]
 
 
 def _headed(prefix: str, lines: list[Line]) -> list[Line]:
@@ -423,29 +406,12 @@ def _headed(prefix: str, lines: list[Line]) -> list[Line]:
     return [Line(prefix, [], "", "", 0, count=0), *lines]
 
 
-def _reference(prefix: str, before: str, rows: Rows) -> Line:
-    """One line for a state dict whose tensors are named and shaped as those of an earlier one."""
-    first = line_of(rows[0])
-    dtype, device = (
-        value if all(getattr(line_of(row), key) == value for row in rows) else "mixed"
-        for key, value in (("dtype", first.dtype), ("device", first.device))
-    )
-    name = f"{prefix}* ({counted(len(rows), 'tensor')}, named and shaped as {before}*)"
-    return Line(name, ["-"], dtype, device, sum(row["bytes"] for row in rows), len(rows))
-
-
 Where: TypeAlias = tuple[str | int, ...]
 
-# Whose words the states have: of what torch.optim and its relatives save for a parameter, `step` left out.
-_LIKE = {
-    frozenset(("exp_avg", "exp_avg_sq")): "like Adam",
-    frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq")): "like Adam with amsgrad",
-    frozenset(("momentum_buffer",)): "like SGD with momentum",
-    frozenset(("square_avg",)): "like RMSprop",
-    frozenset(("sum",)): "like Adagrad",
-    frozenset(("square_avg", "acc_delta")): "like Adadelta",
-}
-_WORDS = frozenset(word for words in _LIKE for word in words) | {"step"}
+# What torch.optim and its relatives save for a parameter.
+_WORDS = frozenset((
+    "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "acc_delta",
+))  # fmt: skip
 
 
 def optimizer_of(row: dict[str, Any]) -> Where | None:
@@ -460,9 +426,7 @@ def optimizer_of(row: dict[str, Any]) -> Where | None:
 
 
 def optimizer_text(where: Where, rows: Sequence[dict[str, Any]]) -> str:
-    """One line for all states: like whose they are, how many, by which words, and what they take."""
+    """One line for all states: how many, by which words, and what they take."""
     words = list(dict.fromkeys(str(row["where"][-1]) for row in rows))
-    like = _LIKE.get(frozenset(words) - {"step"})
-    told = f"{like}, " if like else ""
     size = size_text(sum(row["bytes"] for row in rows))
-    return f"{path_text(where)}: {told}{counted(len(rows), 'state')} ({listed(words, 6)}), {size}; --all opens it"
+    return f"{path_text(where)}: {counted(len(rows), 'state')} ({listed(words, 6)}), {size}; --all opens it"

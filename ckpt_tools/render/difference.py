@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from ckpt_tools.operations.compare.report import Change, Difference, Only, TensorChange, ValueChange
-from ckpt_tools.render.text import Page, Row, counted, path_text, print_names, print_rows, rows_of, size_text
+from ckpt_tools.render.text import Page, Row, counted, path_text, print_rows, rows_of, size_text
 from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import natural, printable, shape_text, shortened
 
@@ -29,8 +30,12 @@ def print_difference(report: Difference, out: Page, *, show_all: bool = False, s
         print_rows(rows, out)
     if report.changed:
         out.print()
-        limit, measured = None if show_all else _SHOWN_TENSORS, _is_measured(report)
-        _print_changed(_sorted(report.changed, sort), limit, out, measured=measured)
+        report = replace(report, changed=_sorted(report.changed, sort))
+        headings, changed = changed_columns(report, None if show_all else _SHOWN_TENSORS)
+        columns = {heading: [row[index] for row in changed] for index, heading in enumerate(headings)}
+        if len(changed) < len(report.changed):
+            columns[headings[0]].append(f"... {len(report.changed) - len(changed)} more (--all)")
+        out.table(columns, right=headings[1:] if is_measured(report) else ())
 
 
 def _sorted(rows: Sequence[TensorChange], sort: DiffSort) -> list[TensorChange]:
@@ -59,10 +64,10 @@ def _distance(report: Difference) -> list[Row]:
 
 def _facts(report: Difference, limit: int | None) -> list[Row]:
     rows = _compared(report)
-    for label, lines in _lines(report, all_=limit is None):
+    for label, lines in kinds(report, every=limit is None):
         rows += rows_of(label, lines, limit and 3 if label == "" else limit, "--all")
     if report.tensors.get("skipped"):
-        hint = "; --values compares across dtypes" if report.dtypes and not _is_measured(report) else ""
+        hint = "; --values compares across dtypes" if report.dtypes and not is_measured(report) else ""
         rows.append(("skipped", f"{counted(report.tensors['skipped'], 'tensor')} of another shape or dtype{hint}"))
     return rows + _distance(report) + rows_of("note", [as_options(note) for note in report.notes])
 
@@ -77,8 +82,11 @@ def _compared(report: Difference) -> list[Row]:
     return rows
 
 
-def _lines(report: Difference, *, all_: bool) -> Iterator[tuple[str, list[str]]]:
-    """The kinds of differences, each with its lines; renamed names stand without a label below how many there are."""
+def kinds(report: Difference, *, every: bool) -> Iterator[tuple[str, list[str]]]:
+    """The kinds of differences, each with its lines; renamed names stand without a label below how many there are.
+
+    Moves of dtypes and devices are counted, or with `every` a line each.
+    """
     yield "removed", [f"- {_only(row)}" for row in report.removed]
     yield "added", [f"+ {_only(row)}" for row in report.added]
     reasons = Counter(row.reason for row in report.renamed)
@@ -86,13 +94,14 @@ def _lines(report: Difference, *, all_: bool) -> Iterator[tuple[str, list[str]]]
         yield "renamed", [", ".join(f"{counted(count, 'tensor')} by {reason}" for reason, count in reasons.items())]
         yield "", [f"{row.left} -> {row.right}" for row in report.renamed]
     yield "shape", [f"~ {row.where}: {shape_text(row.left)} -> {shape_text(row.right)}" for row in report.shapes]
-    yield "dtype", _moves(report.dtypes, all_=all_)
-    yield "device", _moves(report.devices, all_=all_)
+    yield "dtype", _moves(report.dtypes, every=every)
+    yield "device", _moves(report.devices, every=every)
     yield "value", [_value(row) for row in sorted(report.values, key=lambda row: row.where.count("."))]
     yield "object", [_value(row) for row in report.objects]
 
 
-def _is_measured(report: Difference) -> bool:
+def is_measured(report: Difference) -> bool:
+    """Whether its tensors were measured, and not their bytes compared alone."""
     return any(row.gap is not None or row.reason for row in report.changed)
 
 
@@ -100,9 +109,9 @@ def _only(row: Only) -> str:
     return f"{row.where}  {shape_text(row.shape)}  {row.dtype or '?'}"
 
 
-def _moves(rows: Sequence[Change], *, all_: bool) -> list[str]:
+def _moves(rows: Sequence[Change], *, every: bool) -> list[str]:
     """Each tensor, or how many tensors went from what to what."""
-    if all_:
+    if every:
         return [f"~ {row.where}: {row.left} -> {row.right}" for row in rows]
     counts = Counter((row.left, row.right) for row in rows)
     return [f"~ {old} -> {new}: {counted(count, 'tensor')}" for (old, new), count in counts.items()]
@@ -115,15 +124,17 @@ def _value(row: ValueChange) -> str:
     return f"{sign} {row.where} = {shortened(str(row.right if row.kind == 'added' else row.left), 60)}"
 
 
-def _print_changed(rows: Sequence[TensorChange], limit: int | None, out: Page, *, measured: bool) -> None:
-    shown = rows[:limit]
-    names = [printable(row.where) for row in shown]
+def changed_columns(report: Difference, limit: int | None = None) -> tuple[list[str], list[tuple[str, ...]]]:
+    """The tensors that differ as a table: what its columns are called, and its lines."""
+    measured = is_measured(report)
     headings = ("max abs", "max rel", "L2", "cosine", "changed") if measured else ("shape", "dtype")
-    lines = [_gap(row) if measured else (shape_text(row.shape), row.dtype or "?") for row in shown]
-    if len(shown) < len(rows):
-        names.append(f"... {len(rows) - len(shown)} more (--all)")
-    columns = {heading: [line[index] for line in lines] for index, heading in enumerate(headings)}
-    print_names("tensor with different numbers", names, columns, out, right=headings if measured else ())
+    cells = _gap if measured else _what
+    lines = [(printable(row.where), *cells(row)) for row in report.changed[:limit]]
+    return ["tensor with different numbers", *headings], lines
+
+
+def _what(row: TensorChange) -> tuple[str, ...]:
+    return shape_text(row.shape), row.dtype or "?"
 
 
 def _gap(row: TensorChange) -> tuple[str, ...]:

@@ -22,10 +22,12 @@ from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import output_target, replacing
 from ckpt_tools.io.source import File, as_path
 from ckpt_tools.io.writer import Progress, write
-from ckpt_tools.operations.compare.report import Change, Difference, Only
+from ckpt_tools.operations.compare.report import Difference
 from ckpt_tools.operations.compare.stats import Stats, TensorStats
 from ckpt_tools.operations.inspect import Description, inspect
-from ckpt_tools.render.text import container_text, counted, counts_text, loading_row, path_text, size_text, state_dict_text
+from ckpt_tools.render.description import head
+from ckpt_tools.render.difference import changed_columns, is_measured, kinds
+from ckpt_tools.render.text import counted, path_text, size_text
 from ckpt_tools.render.wording import as_options, found_in
 from ckpt_tools.text import Report, listed, printable, shape_text
 from ckpt_tools.tree.options import natural
@@ -142,21 +144,12 @@ def _text(value: object) -> str:
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
 
 
-def _overview(description: Description) -> Sequence[tuple[str, str]]:
-    totals = description.totals
-    rows = [("file", printable(os.path.abspath(description.path))),
-            ("container", container_text(description)),
-            ("tensors", f"{totals['tensors']:,}, {counted(totals['elements'], 'element')}, {size_text(totals['bytes'])}"),
-            ("dtypes", counts_text(totals["dtypes"]))]  # fmt: skip
-    if totals["devices"]:
-        rows.append(("devices", counts_text(totals["devices"])))
-    rows += [("state dict", state_dict_text(row)) for row in description.state_dicts[:20]]
-    rows += [("tied", _text(listed(group, 6))) for group in description.tied[:10]]
-    rows += [("one storage", _text(listed(group, 6))) for group in description.shared[:10]]
-    rows.append(loading_row(description.weights_only))
-    if description.container != "safetensors":
-        rows.append(("safety", description.safety.text))
-    return rows
+def _overview(description: Description) -> list[tuple[str, str]]:
+    groups = [("tied", group) for group in description.tied[:10]] + [
+        ("one storage", group) for group in description.shared[:10]
+    ]
+    sharing = [(label, _text(listed(group, 6))) for label, group in groups]
+    return [("file", printable(os.path.abspath(description.path))), *head(description, 20), *sharing]
 
 
 def _odd_values(stats: Stats) -> str:
@@ -221,40 +214,18 @@ def _number_columns(measured: Sequence[TensorStats], tensors: dict[str, Any]) ->
 
 def _difference(found: Difference) -> dict[str, Any]:
     right = found.right
+    headings, changed = changed_columns(found)
+    measured = range(1, len(headings)) if is_measured(found) else ()
     blocks = [
-        _block("Tensors only here", ["tensor", "shape", "dtype"], list(map(_only, found.removed))),
-        _block("Tensors only in the other", ["tensor", "shape", "dtype"], list(map(_only, found.added))),
-        _block("Renamed", ["here", "in the other", "by"], [[row.left, row.right, row.reason] for row in found.renamed]),
-        _block("Shapes", ["tensor", "here", "in the other"], list(map(_change, found.shapes))),
-        _block("Dtypes", ["tensor", "here", "in the other"], list(map(_change, found.dtypes))),
-        _block("Devices", ["tensor", "here", "in the other"], list(map(_change, found.devices))),
-        _block("Values and objects", ["path", "", "here", "in the other"],
-               [[row.where, row.kind, row.left, row.right] for row in (*found.values, *found.objects)]),
-        _block("Tensors with different numbers", ["tensor", "max abs", "max rel", "cosine", "changed"],
-               [[row.where, *_gap(row.gap, row.reason)] for row in found.changed], numeric=[1, 2, 3, 4]),
-        _block("Notes", [""], [[as_options(note)] for note in found.notes]),
-    ]  # fmt: skip
+        *[_block(label or "names", [""], [[line] for line in lines]) for label, lines in kinds(found, every=True)],
+        _block("tensors with different numbers", headings, changed, measured),
+        _block("notes", [""], [[as_options(note)] for note in found.notes]),
+    ]
     other = f"{right['path']}  ({right['container']}, {size_text(right['bytes'])})"
     return {"other": printable(other), "summary": printable(found.summary), "same": found.same,
             "blocks": [block for block in blocks if block["count"]]}  # fmt: skip
 
 
-def _block(title: str, headings: list[str], rows: list[list[Any]], numeric: Sequence[int] = ()) -> dict[str, Any]:
-    shown = [["" if cell is None else _text(cell) for cell in row] for row in rows[:_MOST_ROWS]]
+def _block(title: str, headings: list[str], rows: Sequence[Sequence[str]], numeric: Sequence[int] = ()) -> dict[str, Any]:
+    shown = [list(map(_text, row)) for row in rows[:_MOST_ROWS]]
     return {"title": title, "headings": headings, "rows": shown, "count": len(rows), "numeric": list(numeric)}
-
-
-def _only(row: Only) -> list[Any]:
-    return [row.where, shape_text(row.shape), row.dtype]
-
-
-def _change(row: Change) -> list[Any]:
-    return [row.where, *(shape_text(side) if isinstance(side, list) else side for side in (row.left, row.right))]
-
-
-def _gap(gap: dict[str, Any] | None, reason: str) -> list[str]:
-    if gap is None:
-        return ["", "", "", reason or "bytes differ"]
-    numbers = ["-" if gap[key] is None else f"{gap[key]:.4g}" for key in ("max_abs", "max_rel", "cosine")]
-    odd = f", {gap['nonfinite']} NaN/inf" if gap["nonfinite"] else ""
-    return [*numbers, f"{100 * gap['changed_fraction']:.3g}%{odd}"]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckpt_tools.operations.compare.stats import Stats
-from ckpt_tools.render.text import Page, can_print, counted, print_names, print_title, room_for_names
+from ckpt_tools.render.text import Page, can_print, counted, print_title
 from ckpt_tools.text import listed, natural, printable
 
 StatsSort = Literal["file", "name", "size", "mean", "std", "min", "max", "zeros", "nan"]
 _SHOWN = 40
-_NAME_WIDTH = 24  # what names should have of a line
+_WIDE = 100  # columns of a terminal from which histograms are drawn in full
 _NUMBERS = ("mean", "std", "min", "max", "zeros", "NaN", "inf")
 _BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 
@@ -68,27 +68,19 @@ def _share(numbers: dict[str, Any] | None) -> float:
 
 
 def _print_table(rows: Sequence[_Row], total: _Row, out: Page, *, modules: bool) -> None:
-    """On a narrow terminal histograms are drawn with half as many bars, then what there is no room for is left out."""
+    """On a narrow terminal histograms are drawn with half as many bars."""
     everything = [*rows, total]
-    names = [printable(row.name) for row in everything]
-    cells = _cells(everything, out, wanted=min(_NAME_WIDTH, max(map(len, names))), modules=modules)
-    right = [name for name in cells if name in _NUMBERS]
+    odd = any(map(_is_odd, everything))
+    shown = [name for name in _NUMBERS if odd or name not in ("NaN", "inf")]
+    columns = {"module" if modules else "tensor": [printable(row.name) for row in everything]}
+    columns |= {name: [_cell(row.numbers, name) for row in everything] for name in shown}
+    if modules:
+        columns[""] = [printable(row.note) for row in everything]
+    else:
+        bars = _BLOCKS if can_print(_BLOCKS, out) else _ASCII
+        columns["min to max"] = [_drawing(row, bars, 1 if out.width >= _WIDE else 2) for row in everything]
     styles = ["bold" if row is total else "red" if _is_odd(row) else "" for row in everything]
-    print_names("module" if modules else "tensor", names, cells, out, right=right, styles=styles)
-
-
-def _cells(rows: Sequence[_Row], out: Page, *, wanted: int, modules: bool) -> dict[str, list[str]]:
-    """The columns: the first choice that leaves the names the room that is wanted."""
-    odd = any(map(_is_odd, rows))
-    numbers = {name: [_cell(row.numbers, name) for row in rows] for name in _NUMBERS if odd or name not in ("NaN", "inf")}
-    few = {name: numbers[name] for name in numbers if name not in ("mean", "min")}
-    notes = {"": [printable(row.note) for row in rows]}
-    bars = _BLOCKS if can_print(_BLOCKS, out) else _ASCII
-    choices = [numbers | notes, few | notes]
-    if not modules:
-        drawn = ({"min to max": [_drawing(row, bars, every) for row in rows]} for every in (1, 2))
-        choices = [*(numbers | histograms for histograms in drawn), *choices]
-    return next((cells for cells in choices if room_for_names(cells, out) >= wanted), choices[-1])
+    out.table(columns, right=shown, styles=styles)
 
 
 def _drawing(row: _Row, bars: str, every: int) -> str:

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.render.wording import as_options, found_in
@@ -20,8 +20,7 @@ from ckpt_tools.tree.findings import Finding
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ckpt_tools.operations.inspect import Description
-
+_LEAST_WIDTH = 12  # of a column of texts, however narrow the terminal is
 PIPE_WIDTH = 1000  # in a pipe no line is broken: grep and copy-paste need whole names
 Part: TypeAlias = str | tuple[str, str]  # a text, or a text and its style
 
@@ -65,7 +64,7 @@ class Page:
         pads = [str.rjust if is_right else str.ljust for is_right in at_right]
         order = sorted(range(len(columns)), key=lambda place: (not at_right[place], needed[place]))
         for number, place in enumerate(order):
-            room = max(left // (len(order) - number), _NAME_WIDTH // 2)
+            room = max(left // (len(order) - number), _LEAST_WIDTH)
             if not at_right[place] and needed[place] > room:
                 cells[place] = ["\n".join(wrapped(line, room) for line in cell.split("\n")) for cell in cells[place]]
                 needed[place] = max(_width(line) for cell in cells[place] for line in cell.split("\n"))
@@ -124,14 +123,6 @@ def show(render: Callable[[Page], None]) -> None:
     sys.stdout.write(page.text)
 
 
-def loading_row(weights_only: Mapping[str, Any]) -> tuple[str, str]:
-    """What torch.load says of a checkpoint, or the call that loads what is not for it."""
-    call = weights_only["call"]
-    if call.partition(",")[0] != "torch.load" or call.endswith(("unpacked", "one rank's part each")):
-        return "loads with", call
-    return "weights_only", "loads" if weights_only["loads"] else "refused by torch.load(weights_only=True)"
-
-
 def path_text(where: Iterable[str | int]) -> str:
     """A path from the root as text that is safe on a terminal; `""` is a tensor whose name is the empty text."""
     keys = list(map(str, where))
@@ -174,30 +165,14 @@ def by_reason(counts: Mapping[str, int]) -> list[str]:
 _SEVERITY = {"info": "cyan", "warning": "yellow", "problem": "red"}
 
 
-def print_finding(finding: Finding, out: Page, *, with_code: bool = False) -> None:
+def print_finding(finding: Finding, out: Page) -> None:
     """What was found, what was expected, what mends it; with the code that --ignore takes."""
     where = f" in {path_text(finding.where)}" if finding.where else ""
-    code = f" [{finding.code}]" if with_code else ""
-    out.print((f"{finding.severity}{code}{where}: ", _SEVERITY[finding.severity]), printable(found_in(finding)))
+    out.print((f"{finding.severity} [{finding.code}]{where}: ", _SEVERITY[finding.severity]), printable(found_in(finding)))
     if finding.expected:
         out.print((f"  expected: {printable(as_options(finding.expected))}", "dim"))
     if finding.fix:
         out.print((f"  {printable(as_options(finding.fix))}", "green"))
-
-
-def state_dict_text(row: Mapping[str, Any]) -> str:
-    """Where a state dict is, how much it holds, and in which wrappers its names are."""
-    wrapped = f", wrapped in {' '.join(map(repr, row['wrappers']))}" if row["wrappers"] else ""
-    return f"{path_text(row['where'])}: {counted(row['tensors'], 'tensor')}, {counted(row['parameters'], 'element')}{wrapped}"
-
-
-def container_text(description: Description) -> str:
-    """The container, what it lies in, and the size of the file."""
-    packed, size = description.packed, size_text(description.file_bytes)
-    if packed is None:
-        return f"{description.container}, {size}"
-    member = f", {printable(packed['member'])}" if packed["member"] else ""
-    return f"{description.container} inside {packed['kind']}{member}, {size}"
 
 
 # --- rows and tables
@@ -236,31 +211,9 @@ def wrapped(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     lines, line = [], ""
-    for part in re.findall(r"[^., ]*[., ]*", text):
+    for part in re.findall(r"[^., ]*[., ]+|[^., ]+", text):
         if line.strip() and len(line) + len(part.rstrip()) > width:
             lines.append(line.rstrip())
             line = "  "
         line += part
     return "\n".join([*lines, line.rstrip()])
-
-
-_NAME_WIDTH = 30  # what a column of names should have at least, before others are left out for it
-
-
-def print_names(
-    heading: str, names: Sequence[str], columns: Mapping[str, Sequence[str]], out: Page, *, right: Collection[str] = (),
-    optional: Sequence[str] = (), styles: Sequence[str] = (),
-) -> None:  # fmt: skip
-    """A column of names, and what is said about each; `names` may be longer than the columns by a line for the rest."""
-    columns = dict(columns)
-    for name in optional:
-        wanted = min(_NAME_WIDTH, max(map(len, names), default=0))
-        if room_for_names(columns, out) < wanted and len({*columns[name], ""}) <= 2:
-            del columns[name]
-    out.table({heading: names, **columns}, right=right, styles=styles)
-
-
-def room_for_names(columns: Mapping[str, Sequence[str]], out: Page) -> int:
-    """What the columns leave of the width, each taking its longest line and two blanks."""
-    taken = sum(2 + max(map(len, (name, *"\n".join(cells).split("\n")))) for name, cells in columns.items())
-    return out.width - taken - 2
