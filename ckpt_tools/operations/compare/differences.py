@@ -17,7 +17,6 @@ from ckpt_tools.operations.compare.report import (
     MOST_FOR_STRUCTURE,
     Change,
     Difference,
-    NamePair,
     Only,
     Renaming,
     TensorChange,
@@ -85,7 +84,7 @@ def diff(
             _compare_contents(pairs, report, progress, measure=values)
         for checkpoint in (one, other):
             checkpoint.source.check_unchanged()
-    conclude(report, [pair.names for pair in pairs if pair.names is not None], sides, contents=contents, pattern=filter)
+    conclude(report, [pair.names for pair in pairs if pair.names is not None], contents=contents, pattern=filter)
     return report
 
 
@@ -100,7 +99,7 @@ def _file(checkpoint: Checkpoint) -> dict[str, Any]:
 class _Paired:
     left: Tensor
     right: Tensor
-    names: NamePair | None = None
+    names: Renaming | None = None
 
     @property
     def where(self) -> str:
@@ -129,7 +128,7 @@ def _pair_tensors(left: Side, right: Side, report: Difference) -> list[_Paired]:
 
 
 def _in_state_dicts(
-    left: Side, right: Side, one: StateDict, other: StateDict, names: Sequence[NamePair], report: Difference
+    left: Side, right: Side, one: StateDict, other: StateDict, names: Sequence[Renaming], report: Difference
 ) -> Iterator[_Paired]:
     for pair in names:
         old, new = (*one.where, pair.left), (*other.where, pair.right)

@@ -9,10 +9,8 @@ from typing import Any
 from ckpt_tools.formats.contents import StateDict, tensors_by_name
 from ckpt_tools.matching import match
 from ckpt_tools.matching.records import Param
-from ckpt_tools.operations.compare.sides import Side
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import Report, dotted
-from ckpt_tools.tree.names import wrappers_in
 from ckpt_tools.tree.nodes import Entry, Node
 
 
@@ -28,7 +26,10 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """A tensor with one name on the left and another on the right; `reason` is "wrapper", "prefix" or "structure"."""
+    """A tensor with its name on the left and on the right, and the stage of `match` that took them for the same.
+
+    Of a name that is not the same `reason` is "wrapper", "prefix" or "structure".
+    """
 
     left: str
     right: str
@@ -113,10 +114,8 @@ class Difference(Report):
 # --- the sentence
 
 
-def conclude(
-    report: Difference, names: Sequence[NamePair], sides: tuple[Side, Side], *, contents: bool, pattern: str | None
-) -> None:
-    """Fill in `same`, the summary and what it leaves to say:"""
+def conclude(report: Difference, names: Sequence[Renaming], *, contents: bool, pattern: str | None) -> None:
+    """Fill in `same`, the summary and what it leaves to say."""
     counts = {
         "moved": sum(row["moved"] for row in report.state_dicts),
         "added": len(report.added), "removed": len(report.removed), "renamed": len(report.renamed),
@@ -131,14 +130,14 @@ def conclude(
     elif not found:
         facts = "names, shapes, dtypes and settings" if pattern is None else "names, shapes and dtypes"
         report.summary = f"They have the same {facts}; the numbers of the tensors were not compared."
-    elif len(found) == 1 and (only := _only_difference(found[0], report, names, sides)):
-        report.summary = f"The only difference is {only}."
+    elif found == ["renamed"] and (prefix := removed_prefix(names)) is not None:
+        report.summary = f"The only difference is the prefix `{prefix}`."
     else:
         told = (f"{counts[kind]:,} {_WORDS[kind][counts[kind] != 1]}" for kind in found)
         report.summary = f"They differ: {', '.join(told)}."
     if pattern is not None:
         report.summary = f"Of the tensors that match {pattern!r}: {report.summary[:1].lower()}{report.summary[1:]}"
-    _note_unpaired(report, sides)
+    _note_unpaired(report)
 
 
 _WORDS = {
@@ -151,40 +150,12 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _only_difference(kind: str, report: Difference, names: Sequence[NamePair], sides: tuple[Side, Side]) -> str | None:
-    """What the only kind of difference comes down to, where one phrase says it."""
-    if kind == "renamed":
-        if (prefix := removed_prefix(names)) is not None:
-            return f"the prefix `{prefix}`"
-        if any(pair.reason != "wrapper" for pair in names if pair.left != pair.right):
-            return None
-        left, right = ({*wrappers_in(name for found in side.state_dicts for name in found.names)} for side in sides)
-        wrappers = ", ".join(f"`{wrapper}`" for wrapper in sorted(left ^ right))
-        return f"in the names: the wrappers {wrappers}" if wrappers else None
-    if kind == "moved":
-        (row,) = (row for row in report.state_dicts if row["moved"])  # there is at most one
-        return f"the path of the state dict: {dotted(row['left']) or '(root)'} -> {dotted(row['right']) or '(root)'}"
-    if kind in ("value", "object") and len(changes := report.values or report.objects) == 1:
-        (change,) = changes
-        if change.kind == "changed":
-            return f"{change.where}: {change.left} -> {change.right}"
-        return f"{change.where}, which only the {'left' if change.kind == 'removed' else 'right'} one has"
-    rows = {"dtype": report.dtypes, "device": report.devices}.get(kind)
-    moves = {(row.left, row.right) for row in rows} if rows else set()
-    if rows and len(moves) == 1:
-        (old, new), tensors = moves.pop(), "1 tensor" if len(rows) == 1 else f"{len(rows)} tensors"
-        return f"the {'dtype' if kind == 'dtype' else 'device tag'} of {tensors}: {old} -> {new}"
-    return None
-
-
-def _note_unpaired(report: Difference, sides: tuple[Side, Side]) -> None:
+def _note_unpaired(report: Difference) -> None:
     """One state dict here and several there: which is meant is the user's to say."""
-    left, right = ([dotted(found.where) or "." for found in side.state_dicts] for side in sides)
-    paired = any(row["left"] is not None and row["right"] is not None for row in report.state_dicts)
-    if left and right and not paired:
-        report.notes.append(
-            f"No state dict has the path of another. To say which are meant: `select={f'{left[0]}={right[0]}'!r}`"
-        )
+    left, right = ([row[side] for row in report.state_dicts if row[side] is not None] for side in ("left", "right"))
+    if left and right and len(left) + len(right) == len(report.state_dicts):
+        meant = f"{dotted(left[0]) or '.'}={dotted(right[0]) or '.'}"
+        report.notes.append(f"No state dict has the path of another. To say which are meant: `select={meant!r}`")
     if report.left["container"] != report.right["container"]:
         report.notes.append(f"The containers differ: {report.left['container']} and {report.right['container']}.")
 
@@ -192,20 +163,11 @@ def _note_unpaired(report: Difference, sides: tuple[Side, Side]) -> None:
 MOST_FOR_STRUCTURE = 20_000  # names on both sides together
 
 
-@dataclass(frozen=True, slots=True)
-class NamePair:
-    """One tensor on both sides: its two names, and the stage of `match` that took them for the same."""
-
-    left: str
-    right: str
-    reason: str
-
-
-def pair_names(left: StateDict, right: StateDict) -> list[NamePair]:
+def pair_names(left: StateDict, right: StateDict) -> list[Renaming]:
     """Pair the names of two state dicts, in the order of the left one. What is in doubt, or has no partner, is left out."""
     found = match(_params(left), _params(right), stages="names" if is_large(left, right) else "structure")
-    partners = {row.old: NamePair(row.old, row.new, row.reason) for row in found.matched}
-    partners |= {row.old: NamePair(row.old, row.new, row.reason) for row in found.mismatched}
+    partners = {row.old: Renaming(row.old, row.new, row.reason) for row in found.matched}
+    partners |= {row.old: Renaming(row.old, row.new, row.reason) for row in found.mismatched}
     return [partners[name] for name in left.names if name in partners]
 
 
@@ -226,7 +188,7 @@ def _param(name: str, node: Node) -> Param:
     return Param(name, unusual.shape or (), unusual.dtype.name if unusual.dtype else None, kind=unusual.kind)
 
 
-def removed_prefix(pairs: Sequence[NamePair]) -> str | None:
+def removed_prefix(pairs: Sequence[Renaming]) -> str | None:
     """The one prefix that all renamed pairs have on one side and not on the other; None when there is no such."""
     renamed = [(pair.left, pair.right) for pair in pairs if pair.left != pair.right]
     for ends in (renamed, [(right, left) for left, right in renamed]):

@@ -66,8 +66,6 @@ class Module:
 class Side:
     """One of the checkpoints that are compared."""
 
-    path: str
-    container: str
     root: Node
     tensors: dict[Where, Tensor]
     state_dicts: list[StateDict]
@@ -84,7 +82,7 @@ def open_side(checkpoint: Checkpoint, where: str | None = None, plain: Plain | N
     ties = restore_named_ties(checkpoint.root, checkpoint.metadata)
     place = place_in(checkpoint, where)
     tensors, notes = tensors_in(place, plain)
-    side = Side(str(checkpoint.path), checkpoint.container, place.root, tensors, place.state_dicts, notes=notes)
+    side = Side(place.root, tensors, place.state_dicts, notes=notes)
     _collect(side)
     if checkpoint.container in ("safetensors", "sharded", "gguf", "onnx"):
         side.texts = True
