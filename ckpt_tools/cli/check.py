@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -24,10 +23,9 @@ from ckpt_tools.cli.options import (
 )
 from ckpt_tools.errors import NotACheckpointError
 from ckpt_tools.io.source import Handed, is_address
-from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.operations.check.run import Wanted, check_many, load_digests, save_digests
 from ckpt_tools.render.checked import print_checked, print_unreadable
-from ckpt_tools.render.findings import AT_ONCE, PAGES, WHOLE, Logged, of_checked, print_at_once, print_whole
+from ckpt_tools.render.findings import of_checked, print_in_form
 from ckpt_tools.render.text import show
 from ckpt_tools.render.wording import found_in
 from ckpt_tools.text import listed, printable
@@ -81,7 +79,12 @@ def check(
     """
     form = "json" if json else format
     if latest_good:
-        others = {"--digest": digest, "--output": output, "--against": against, f"--format {form}": form not in PAGES}
+        others = {
+            "--digest": digest,
+            "--output": output,
+            "--against": against,
+            f"--format {form}": form not in ("text", "json"),
+        }
         if beside := [name for name, value in others.items() if value]:
             raise click.UsageError(f"--latest-good does not go with {' and '.join(beside)}.")
         wanted = Wanted(values=True, ignore=frozenset(ignore), device=device)
@@ -91,16 +94,13 @@ def check(
         raise click.UsageError("--output needs --digest.")
     expanded = expand(paths) if output is None else _only(paths, output)
     wanted = Wanted(values, digest, None if against is None else load_digests(against), frozenset(ignore), device)
-    piped = any(isinstance(path, Handed) for path in paths)  # a pipe is read here
-    jobs = 1 if piped else jobs or min(_JOBS, os.cpu_count() or 1)
+    jobs = jobs or min(_JOBS, os.cpu_count() or 1)
     with show_progress(quiet=quiet or (form != "text" and sys.stdout.isatty())) as progress:
         found = check_many(expanded.checkpoints, wanted, jobs=jobs, progress=progress)
-        reports, logged, code = _collected(found, form, _SEVERITIES[fail_on or "warning"], keep=output is not None)
+        reports = print_in_form(form, found, of_checked, "ckpt check")
     if output is not None:
         save_digests(reports[0], output, overwrite=overwrite)
-    if form in WHOLE:
-        print_whole(form, logged, "ckpt check")
-    elif form == "text" and quiet:
+    if form == "text" and quiet:
         print_unreadable(reports)
     elif form == "text":
         show(partial(print_checked, reports, digests=digest and output is None))
@@ -108,24 +108,9 @@ def check(
         print_others(expanded.others, json=form == "json")
     if output is not None and form == "text" and not quiet:
         click.echo(printable(f"wrote {output}"))
-    sys.exit(code)
-
-
-def _collected(
-    found: Iterable[Checked], form: str, failing: Collection[str], *, keep: bool
-) -> tuple[list[Checked], list[Logged], int]:
-    """What is to be printed when all is known, and the exit code; what a form prints at once is not kept."""
-    reports, logged, code = [], [], 0
-    for report in found:
-        fails = any(finding.severity in failing for finding in report.findings)
-        code = max(code, 3 if report.exit_code == 3 else int(fails))
-        if form == "text" or keep:
-            reports.append(report)
-        if form in AT_ONCE:
-            print_at_once(form, report, of_checked)
-        elif form in WHOLE:
-            logged.append(of_checked(report))
-    return reports, logged, code
+    failing = _SEVERITIES[fail_on or "warning"]
+    fails = any(finding.severity in failing for report in reports for finding in report.findings)
+    sys.exit(3 if any(report.container is None for report in reports) else int(fails))
 
 
 def _only(paths: tuple[Path, ...], output: Path) -> Expanded:

@@ -122,7 +122,7 @@ def _fail(path: Path, error: CkptError, *, json: bool) -> int:
 def _each(work: Callable[[Path], Any], files: list[Path], jobs: int | None) -> Iterable[Any]:
     """What is to be said about each file, in order; of many files by several processes."""
     jobs = min(jobs or (min(4, os.cpu_count() or 1) if len(files) >= _MANY else 1), len(files))
-    if jobs <= 1 or any(isinstance(path, Handed) for path in files):  # a pipe is read here
+    if jobs < 2:
         return map(partial(_waited, work), files)
     from ckpt_tools.io.processes import in_processes
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tools import limits
 from ckpt_tools.errors import LimitError, UsageError
+from ckpt_tools.io.source import Handed
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -25,14 +26,16 @@ _Result = TypeVar("_Result")
 def in_processes(
     function: Callable[[_Item], _Result], items: Sequence[_Item], jobs: int, *, batch: int = 1
 ) -> Iterator[_Result]:
-    """What `function` gives for each item, in order; worked out by `jobs` fresh processes."""
+    """What `function` gives for each item, in order; worked out by `jobs` fresh processes, of one job or pipes by this one."""
+    jobs = min(jobs, len(items))
+    is_unsafe = sys.flags.ignore_environment and not sys.flags.safe_path  # `python -E`: nothing tells others of safe paths
+    if jobs < 2 or is_unsafe or any(isinstance(item, Handed) for item in items):
+        yield from map(function, items)
+        return
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import active_children, get_context
 
-    if sys.flags.ignore_environment and not sys.flags.safe_path:  # `python -E`: nothing would tell them to keep to safe paths
-        yield from map(function, items)
-        return
     with _beginning():  # its first lock starts the resource tracker
         pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (limits.as_set(),))
     others = active_children()

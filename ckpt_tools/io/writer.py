@@ -18,6 +18,7 @@ from ckpt_tools.io.output import Output, free_bytes, no_space, output_error, out
 from ckpt_tools.io.source import Source
 
 Progress: TypeAlias = Callable[[int, int], None]
+Advance: TypeAlias = Callable[[int], None]
 Step: TypeAlias = Callable[[], None]
 
 # From this size on the kernel copies a range by itself (and shares the blocks where the file system can); below it, a
@@ -90,6 +91,19 @@ class Clone:
     def holds(self, source: Source, offset: int, length: int) -> bool:
         """Whether this range of the source is in the output already; to be asked when the copy no longer runs."""
         return self.source is not None and offset + length <= self.done and self.source.is_same(source)
+
+
+def advancing(progress: Progress | None, size: int) -> Advance:
+    """What is called with each further count of bytes, of so many in all, and calls `progress` with all that are done."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, max(size, done))
+
+    return advance
 
 
 def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = None, clone: Clone | None = None) -> int:

@@ -15,6 +15,7 @@ from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.single import HEAD, collector_paused
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.io.source import File, Handed, as_path, is_address, is_there, leads_out, missing
+from ckpt_tools.io.writer import Progress, advancing
 from ckpt_tools.operations.safety import Safety, Verdict, examine
 from ckpt_tools.parts.open import open_source
 from ckpt_tools.text import Report, printable
@@ -86,13 +87,14 @@ def scan(path: File, *, jobs: int = 1) -> Scans:
     return Scans(scan_files(list(files_of([as_path(path)])), jobs=jobs))
 
 
-def scan_files(paths: Sequence[str | os.PathLike[str]], *, jobs: int = 1) -> Iterator[Scanned]:
+def scan_files(
+    paths: Sequence[str | os.PathLike[str]], *, jobs: int = 1, progress: Progress | None = None
+) -> Iterator[Scanned]:
     """Examine files, in processes of their own where there are many; the reports come in the order of the paths."""
-    jobs = min(jobs, len(paths))
-    if jobs < 2 or len(paths) < _MANY:
-        yield from map(scan_file, paths)
-    else:
-        yield from in_processes(scan_file, paths, jobs, batch=16)
+    advance = advancing(progress, sum(map(size_of, paths)) if progress is not None else 0)
+    for report in in_processes(scan_file, paths, jobs if len(paths) >= _MANY else 1, batch=16):
+        advance(report.file_bytes)
+        yield report
 
 
 def scan_file(path: str | os.PathLike[str]) -> Scanned:
@@ -148,3 +150,13 @@ def counts(reports: Iterable[Scanned]) -> dict[Verdict, int]:
     """How many files there are of each verdict, worst first."""
     found = Counter(report.verdict for report in reports)
     return {verdict: found[verdict] for verdict in VERDICTS if found[verdict]}
+
+
+def size_of(path: str | os.PathLike[str]) -> int:
+    """Bytes of a file, or of the files in a folder; 0 where that cannot be told, which is said when it is opened."""
+    try:
+        if os.path.isdir(path):
+            return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
+        return os.stat(path).st_size
+    except (OSError, ValueError):
+        return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
@@ -118,7 +118,7 @@ def _body(rows: Sequence[Row]) -> str:
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _SARIF_LEVELS = {"problem": "error", "warning": "warning", "info": "note"}
 # Of `ckpt scan`; what the codes of `ckpt check` mean, `ckpt explain` knows.
-SCANNED = {
+_MEANINGS = {
     "dangerous": "Loading the file without weights_only runs code",
     "unexamined": "Not all of the file could be examined",
     "needs-code": "Loading the file needs classes that weights_only does not allow",
@@ -156,29 +156,30 @@ def _uri(path: str) -> str:
     return Path(path).as_uri() if given.is_absolute() else quote(given.as_posix(), errors="surrogateescape")
 
 
-PAGES = ("text", "json")
-AT_ONCE = ("json", "github")  # a line or some for each file, printed when it is known
-WHOLE = ("sarif", "junit")  # one document of all files
 _Report = TypeVar("_Report", "Checked", "Scanned")
 
 
-def print_at_once(form: str, report: _Report, logged: Callable[[_Report], Logged]) -> None:
-    """One file's lines."""
-    if form == "json":
-        from ckpt_tools.render.json import print_document
-
-        print_document(report.to_json())
-        return
-    sys.stdout.write("".join(f"{line}\n" for line in workflow_commands(logged(report))))
-    sys.stdout.flush()
-
-
-def print_whole(form: str, files: Sequence[Logged], command: str) -> None:
-    """The document of all files."""
-    if form == "junit":
-        sys.stdout.write(junit(files, command))
-        return
-    from ckpt_tools.operations.explain import meanings
+def print_in_form(
+    form: str, found: Iterable[_Report], logged: Callable[[_Report], Logged], command: str,
+    as_text: Callable[[_Report], None] = lambda _: None,
+) -> list[_Report]:  # fmt: skip
+    """Print each report when it is known, or one document of all of them; the reports."""
     from ckpt_tools.render.json import print_document
 
-    print_document(sarif(files, SCANNED if command == "ckpt scan" else meanings()))
+    reports = []
+    for report in found:
+        reports.append(report)
+        if form == "json":
+            print_document(report.to_json())
+        elif form == "github":
+            sys.stdout.write("".join(f"{line}\n" for line in workflow_commands(logged(report))))
+            sys.stdout.flush()
+        elif form == "text":
+            as_text(report)
+    if form == "junit":
+        sys.stdout.write(junit(list(map(logged, reports)), command))
+    elif form == "sarif":
+        from ckpt_tools.operations.explain import meanings
+
+        print_document(sarif(list(map(logged, reports)), meanings() | _MEANINGS))
+    return reports

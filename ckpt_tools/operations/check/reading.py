@@ -19,6 +19,7 @@ from ckpt_tools.formats.zip_directory import Place, Record, RecordRange, read_di
 from ckpt_tools.io.content import CHUNK, Deflated, Range, chunks, crc32
 from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Files, Window
+from ckpt_tools.io.writer import Advance
 from ckpt_tools.operations.check import digests, values
 from ckpt_tools.tree.nodes import Entry, Storage, Where
 from ckpt_tools.tree.visit import reachable
@@ -28,7 +29,6 @@ from ckpt_tools.values.numeric import row_major, view_of
 # --- one pass over a file: every byte is read once, in order, and handed to whoever counts, sums or hashes it
 
 Sink: TypeAlias = Callable[[memoryview], object]
-Advance: TypeAlias = Callable[[int], object]
 
 
 class Crc:
@@ -47,7 +47,7 @@ class Span:
     take: Sink
 
 
-def _read_through(source: Source, spans: Iterable[Span], advance: Advance | None = None) -> None:
+def _read_through(source: Source, spans: Iterable[Span], advance: Advance) -> None:
     """Read a whole file and hand each span its bytes; bytes of no span are read all the same: the disk may fail there."""
     waiting = sorted(spans, key=lambda span: span.offset, reverse=True)
     open_spans: list[Span] = []
@@ -58,8 +58,7 @@ def _read_through(source: Source, spans: Iterable[Span], advance: Advance | None
         for span in open_spans:
             span.take(block[max(span.offset - start, 0) : span.offset + span.length - start])
         open_spans = [span for span in open_spans if span.offset + span.length > stop]
-        if advance is not None:
-            advance(len(block))
+        advance(len(block))
 
 
 def _blocks(source: Source) -> Iterator[tuple[int, memoryview]]:
@@ -135,7 +134,7 @@ class _View:
 
 def read_checkpoint(
     checkpoint: Checkpoint, *, digest: bool = False, count_values: bool = False, heads: frozenset[Where] = frozenset(),
-    advance: Advance | None = None,
+    advance: Advance = lambda _: None,
 ) -> Read:  # fmt: skip
     """Read every byte of a checkpoint's files once; twice where tensors are strided and values count."""
     read = Read(list(storages_of(checkpoint)))

@@ -34,15 +34,16 @@ from ckpt_tools.io.output import replacing
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.io.source import AnyPath, File, as_path, is_address
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.io.writer import Progress, write
+from ckpt_tools.io.writer import Advance, Progress, advancing, write
 from ckpt_tools.operations import loaders
 from ckpt_tools.operations.check import digests, values
-from ckpt_tools.operations.check.reading import Advance, DamagedRecord, Read, in_file, read_checkpoint, storages_of
+from ckpt_tools.operations.check.reading import DamagedRecord, Read, in_file, read_checkpoint, storages_of
 from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.operations.findings import of_training
 from ckpt_tools.operations.in_folders import indexed_files
 from ckpt_tools.operations.inspect import find_findings
 from ckpt_tools.operations.safety import Safety, of_checkpoint, of_unreadable
+from ckpt_tools.operations.scan import size_of
 from ckpt_tools.parts.families import partition
 from ckpt_tools.parts.names import INDEX_SUFFIX
 from ckpt_tools.parts.open import open_checkpoint, open_source
@@ -266,7 +267,7 @@ def check(
     ignore = (ignore,) if isinstance(ignore, str) else ignore
     wanted = Wanted(values, digest, None if against is None else load_digests(as_path(against)), ignore, device)
     place = as_path(path)
-    return check_one(place, wanted, None if progress is None else _Steps(progress, _size(place)).advance)
+    return check_one(place, wanted, advancing(progress, size_of(place)))
 
 
 def load_digests(path: AnyPath) -> tuple[str, list[digests.Digest]]:
@@ -286,7 +287,7 @@ def save_digests(report: Checked, path: str | os.PathLike[str], *, overwrite: bo
         write([Piece(Literal(digests.text(report.digests, report.path).encode()))], output)
 
 
-def check_one(path: AnyPath, wanted: Wanted, advance: Advance | None = None) -> Checked:
+def check_one(path: AnyPath, wanted: Wanted, advance: Advance = lambda _: None) -> Checked:
     """Check one checkpoint; see `check`."""
     started = time.perf_counter()
     if wanted.values:
@@ -306,7 +307,7 @@ def check_one(path: AnyPath, wanted: Wanted, advance: Advance | None = None) -> 
     return report
 
 
-def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None) -> Checked:
+def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance) -> Checked:
     # What is told before the bytes are read: torch, which counts values, takes as much memory as a large tree
     judged = checkpoint.state_dicts if wanted.values else ()
     heads = frozenset((*found.where, name) for found in judged for name in values.head_names(found))
@@ -417,35 +418,14 @@ def check_many(
     paths: Sequence[str | os.PathLike[str]], wanted: Wanted, *, jobs: int = 1, progress: Progress | None = None
 ) -> Iterator[Checked]:
     """Check several checkpoints, in processes of their own where that pays; the reports come in the order of the paths."""
-    sizes = [_size(path) for path in paths]
-    advance = None if progress is None else _Steps(progress, sum(sizes)).advance
-    jobs = min(jobs, len(paths))
-    if jobs < 2 or sum(sizes) < _POOL_FROM:
+    sizes = list(map(size_of, paths))
+    advance = advancing(progress, sum(sizes))
+    if min(jobs, len(paths)) < 2 or sum(sizes) < _POOL_FROM:
         yield from (check_one(path, wanted, advance) for path in paths)
         return
     for size, report in zip(sizes, in_processes(partial(check_one, wanted=wanted), paths, jobs), strict=True):
-        if advance is not None:
-            advance(size)
+        advance(size)
         yield report
 
 
 _POOL_FROM = 64 << 20
-
-
-class _Steps:
-    def __init__(self, progress: Progress, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
-
-    def advance(self, count: int) -> None:
-        self.done += count
-        self.progress(self.done, max(self.total, self.done))
-
-
-def _size(path: str | os.PathLike[str]) -> int:
-    """Bytes of a file, or of the files in a folder; 0 where that cannot be told, which is said when it is opened."""
-    try:
-        if os.path.isdir(path):
-            return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
-        return os.stat(path).st_size
-    except (OSError, ValueError):
-        return 0

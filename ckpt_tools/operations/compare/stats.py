@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.formats.contents import Tensor
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.source import File
-from ckpt_tools.io.writer import Progress
+from ckpt_tools.io.writer import Advance, Progress, advancing
 from ckpt_tools.operations.compare.sides import check_effort, place_in, tensors_in
 from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import Report, dotted
@@ -94,14 +94,7 @@ def stats(
         entries = [tensor.node for tensor in tensors if type(tensor.node) is Entry]
         check_effort(entries)
         report = Stats(str(path), checkpoint.container, notes=notes)
-        total, done = sum(entry.nbytes for entry in entries), 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            if progress is not None:
-                progress(done, total)
-
+        advance = advancing(progress, sum(entry.nbytes for entry in entries))
         known: dict[Any, tuple[Moments, list[int]]] = {}  # tied tensors are read once
         modules: dict[str, list[Moments]] = {}
         with one_thread():
@@ -159,14 +152,13 @@ def _merged(found: Iterable[Moments]) -> Moments:
     return together
 
 
-def measure(entry: Entry, advance: Callable[[int], None] | None = None) -> tuple[Moments, list[int]]:
+def measure(entry: Entry, advance: Advance) -> tuple[Moments, list[int]]:
     """The moments and the histogram of one tensor; `advance` is called with the bytes that are done."""
     moments, content = Moments(), row_major(entry)
     kept = None
     for values in numbers(content, entry.dtype):
         moments.add(values)
         kept = values
-        if advance is not None:
-            advance(values.numel() * entry.dtype.itemsize // entry.dtype.packed)
+        advance(values.numel() * entry.dtype.itemsize // entry.dtype.packed)
     again = [kept] if kept is not None and moments.elements <= ELEMENTS else numbers(content, entry.dtype)
     return moments, histogram(again, moments)
