@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -62,68 +62,33 @@ def print_shown(report: Shown) -> None:
     sys.stdout.write("".join(printable(line) + "\n" for line in lines))
     if report.output is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
-        sys.stdout.write("\n" + "".join(f"{line}\n" for line in _Page(report, width).lines()))
+        sys.stdout.write(f"\n{_values_text(report, width)}\n")
 
 
-class _Page:
-    """The values in lines."""
+def _values_text(report: Shown, width: int) -> str:
+    """The values, a bracket for each dimension that is not a single place; what is left out of it stands as three dots."""
+    counts = [len(places) for places in report.axes]
+    packed = len(report.texts) // math.prod(counts) if math.prod(counts) else 1  # two float4 are one element
+    asked = iter(report.selected)
+    dims = [(count, next(asked)) for count, is_range in zip(counts, report.ranges, strict=True) if is_range]
+    if packed > 1 and dims and report.ranges[-1]:
+        dims[-1] = dims[-1][0] * packed, dims[-1][1] * packed
+    elif packed > 1:
+        dims.append((packed, packed))
+    cell = max(map(len, report.texts), default=0)
 
-    def __init__(self, report: Shown, width: int) -> None:
-        self.texts = report.texts
-        self.width = width
-        sizes, packed = [len(places) for places in report.axes], 1
-        if count := math.prod(sizes):
-            packed = len(report.texts) // count  # two float4 are one element
-        # How many places of each dimension were asked for; None where one was named, which leaves no dimension
-        named = iter(report.selected)
-        whole = [next(named) if is_range else None for is_range in report.ranges]
-        kept = [dim for dim, size in enumerate(whole) if size is not None]
-        self.sizes = [sizes[dim] for dim in kept]
-        self.cuts = [sizes[dim] // 2 if sizes[dim] < (whole[dim] or 0) else None for dim in kept]
-        if packed > 1 and kept and kept[-1] == len(sizes) - 1:
-            self.sizes[-1] *= packed
-            self.cuts[-1] = None if self.cuts[-1] is None else self.cuts[-1] * packed
-        elif packed > 1:
-            self.sizes, self.cuts = [*self.sizes, packed], [*self.cuts, None]
-        self.cell = max(map(len, self.texts), default=0)
+    def block(depth: int, texts: Sequence[str]) -> str:
+        if depth == len(dims):
+            return texts[0].rjust(cell) if texts else "[]"
+        count, whole = dims[depth]
+        step = len(texts) // count if count else 0
+        parts = [block(depth + 1, texts[at * step : (at + 1) * step]) for at in range(count)]
+        if count < whole:
+            parts.insert(count // 2, "...")
+        if depth == len(dims) - 1:  # a row, in as many lines as the width asks for
+            a_line = max(1, (width - depth - 1) // (cell + 2))
+            parts = [", ".join(parts[at : at + a_line]) for at in range(0, len(parts), a_line)]
+        between = ",\n" if depth >= len(dims) - 2 else ",\n\n"
+        return f"[{(between + ' ' * (depth + 1)).join(parts)}]"
 
-    def lines(self) -> list[str]:
-        """The page."""
-        return list(self._block(0, 0, self.texts))
-
-    def _block(self, dim: int, depth: int, texts: Sequence[str]) -> Iterator[str]:
-        if dim == len(self.sizes):
-            yield texts[0] if texts else "[]"
-        elif dim == len(self.sizes) - 1:
-            yield from self._row(depth, texts)
-        elif not self.sizes[dim]:
-            yield "[]"
-        else:
-            yield from self._rows(dim, depth, texts)
-
-    def _rows(self, dim: int, depth: int, texts: Sequence[str]) -> Iterator[str]:
-        count, step = self.sizes[dim], len(texts) // self.sizes[dim]
-        for number in range(count):
-            block = list(self._block(dim + 1, depth + 1, texts[number * step : (number + 1) * step]))
-            opening = "[" if number == 0 else " "
-            closing = "]" if number == count - 1 else ","
-            yield from (f"{opening if at == 0 else ' '}{line}" for at, line in enumerate(block[:-1]))
-            yield f"{opening if len(block) == 1 else ' '}{block[-1]}{closing}"
-            if self.cuts[dim] == number + 1:
-                yield " ...,"
-            if number < count - 1 and dim < len(self.sizes) - 2:
-                yield ""
-
-    def _row(self, depth: int, texts: Sequence[str]) -> Iterator[str]:
-        """One row, in as many lines as the width asks for."""
-        cells = [text.rjust(self.cell) for text in texts]
-        if (cut := self.cuts[-1]) is not None:
-            cells.insert(cut, "...")
-        line = "["
-        for number, cell in enumerate(cells):
-            more = cell + ("," if number < len(cells) - 1 else "]")
-            if len(line) > 1 and depth + len(line) + 1 + len(more) > self.width:
-                yield line
-                line = ""
-            line += more if line == "[" else f" {more}"
-        yield line if cells else "[]"
+    return block(0, report.texts)
