@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -135,12 +135,14 @@ def _waited(work: Callable[[Path], Any], path: Path) -> Any:
 
 
 def _row(path: Path) -> OverviewRow | CkptError:
+    from ckpt_tools.operations.check.latest import step_in_texts
     from ckpt_tools.parts.training import is_state, step_of
 
     result = _described(path)
     if isinstance(result, CkptError):
         return result
-    step = step_text({**result.metadata, **result.values})
+    said = zip(("epoch", "step"), step_in_texts({**result.metadata, **result.values}), strict=True)
+    step = ", ".join(f"{word} {number:.12g}" for word, number in said if number >= 0)
     if not step and not is_state(path.name) and not is_address(path) and (around := step_of(path.parent)) is not None:
         step = f"step {around}"
     return OverviewRow(result.container, result.totals["tensors"], result.file_bytes, _verdict(result), step)
@@ -181,11 +183,6 @@ def show_paged(render: Callable[[Page], None], *, allowed: bool) -> None:
         sys.stdout.write(text)
 
 
-# What training scripts call how far they have come, and what the table calls it.
-_STEPS = {
-    "epoch": "epoch", "current_epoch": "epoch", "step": "step", "global_step": "step", "iteration": "step", "iter": "step",
-    "iter_num": "step", "steps": "step", "num_updates": "step", "common.iteration": "step",
-}  # fmt: skip
 _DANGEROUS = ("dangerous", "unexamined")
 _IN_THE_WAY = "device-tags"  # an info where the device is there; elsewhere the file does not load as it is
 
@@ -206,16 +203,6 @@ def _verdict(description: Description) -> str:
     told = (finding for finding in description.findings if finding.severity != "info" or finding.code == _IN_THE_WAY)
     codes = dict.fromkeys(finding.code for finding in told)
     return ", ".join(sorted(codes, key=lambda code: code not in _DANGEROUS)) or "loads"
-
-
-def step_text(values: Mapping[str, Any]) -> str:
-    """How far training had come, where the checkpoint says it."""
-    told: dict[str, str] = {}
-    for name, word in _STEPS.items():
-        value = values.get(name)
-        if type(value) is int or (isinstance(value, str) and value.isdecimal() and len(value) < 20):
-            told.setdefault(word, f"{word} {value}")
-    return ", ".join(told.values())
 
 
 def print_overview(paths: Sequence[Path], rows: Sequence[OverviewRow | CkptError], top: Path | None, out: Page) -> None:

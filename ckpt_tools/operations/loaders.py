@@ -7,7 +7,6 @@ imported. Whether a class could be imported is asked of Python's finders, and fo
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -126,7 +125,7 @@ _LONGEST_INDEX = 16  # more digits than any machine has devices
 
 def obstacles(checkpoint: Checkpoint, device: str | None = None) -> Iterator[Finding]:
     """What stands in the way of loading on this machine, in this Python; with `device`, on a machine that has this one."""
-    yield from _devices(checkpoint, device)
+    yield from _devices(checkpoint, device) if device is not None else ()
     if checkpoint.container in PROGRAMS:
         return  # torch's own loaders import none of the classes that a program names
     yield from _names(str(checkpoint.path), checkpoint.globals, how_it_loads(checkpoint).call)
@@ -145,35 +144,17 @@ def _parsed(tag: str) -> tuple[str, int] | None:
     return kind, int(index or 0)
 
 
-def _devices(checkpoint: Checkpoint, device: str | None) -> Iterator[Finding]:
-    """Storages of devices that are not there: a problem where it was said which is, else a note about this machine."""
+def _devices(checkpoint: Checkpoint, device: str) -> Iterator[Finding]:
+    """Storages of devices that a machine lacks which has this one and those before it."""
     found = dict.fromkeys(tensor.node.storage.device for tensor in checkpoint.tensors if hasattr(tensor.node, "storage"))
-    tags = {tag: _parsed(tag) for tag in found if tag not in (None, "cpu", "meta")}
-    if device is not None:
-        kind, last = _parsed(device) or (device, 0)
-        here = f"a machine with {device} lacks them"
-    else:
-        tags = {tag: parsed for tag, parsed in tags.items() if tag.partition(":")[0] == "cuda"}
-        present = _cuda_devices() if tags else 0
-        kind, last = "cuda", present - 1
-        here = f"this machine has {present or 'no'} cuda device{'s' if present > 1 else ''}"
-    beyond = [tag for tag, parsed in tags.items() if parsed is None or parsed[0] != kind or parsed[1] > last]
+    kind, last = _parsed(device) or (device, 0)
+    parsed = {tag: _parsed(tag) for tag in found if tag not in (None, "cpu", "meta")}
+    beyond = [tag for tag, known in parsed.items() if known is None or known[0] != kind or known[1] > last]
     if beyond:
         fix = mending("convert", str(checkpoint.path), "--map-location cpu")
-        severity: Literal["info", "problem"] = "info" if device is None else "problem"
         expected = "cpu, or map_location='cpu' in torch.load"
-        yield Finding("no-such-device", severity, [], f"tensors are on {listed(beyond)}: {here}", expected, fix)
-
-
-def _cuda_devices() -> int:
-    """How many cuda devices torch sees; it is asked only where a driver is."""
-    windows = os.path.join(os.environ.get("SYSTEMROOT", ""), "System32", "nvcuda.dll")
-    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", windows)
-    if not any(map(os.path.exists, drivers)) and not glob.glob("/dev/nvidia[0-9]*"):
-        return 0
-    from ckpt_tools.values.measures import cuda_devices
-
-    return cuda_devices()
+        text = f"tensors are on {listed(beyond)}: a machine with {device} lacks them"
+        yield Finding("no-such-device", "problem", [], text, expected, fix)
 
 
 def _names(path: str, names: Sequence[Global], call: str) -> Iterator[Finding]:

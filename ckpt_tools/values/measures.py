@@ -236,7 +236,3 @@ def _special_bytes(dtype: DType) -> dict[bytes, str]:
     values = torch.frombuffer(bytearray(range(256)), dtype=torch_dtype(dtype)).float()
     special = {bytes([byte]): "nan" for byte in values.isnan().nonzero().flatten().tolist()}
     return special | {bytes([byte]): "inf" for byte in values.isinf().nonzero().flatten().tolist()}
-
-
-def cuda_devices() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0

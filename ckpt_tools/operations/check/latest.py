@@ -171,10 +171,12 @@ def _state(path: Path) -> list[tuple[str, int, int, int]]:
     return sorted(found)
 
 
-# What frameworks call them: PyTorch's examples, Lightning, DeepSpeed, Megatron-LM, timm.
-_EPOCHS = ("epoch", "epochs")
-_STEPS = ("global_step", "global_steps", "step", "iteration", "iter")
+# What frameworks call them: PyTorch's examples, Lightning, DeepSpeed, Megatron-LM, timm, nanoGPT, fairseq.
+_EPOCHS = ("epoch", "epochs", "current_epoch")
 _WITHIN = "common"  # where Megatron-core keeps them
+_STEPS = (
+    "global_step", "global_steps", "step", "steps", "iteration", "iter", "iter_num", "num_updates", f"{_WITHIN}.iteration",
+)  # fmt: skip
 _NAME = re.compile(r"(epoch|global_step|iteration|iter|step|checkpoint|ckpt)[-_=]?(\d{1,18})(?!\d)", re.IGNORECASE)
 
 

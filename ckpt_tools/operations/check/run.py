@@ -28,7 +28,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.formats.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record
+from ckpt_tools.formats.zip_directory import Record
 from ckpt_tools.io.content import Deflated, Literal, Piece, Range, chunks
 from ckpt_tools.io.output import replacing
 from ckpt_tools.io.processes import in_processes
@@ -63,7 +63,6 @@ from ckpt_tools.values.pytorch import need_torch, torch_told
 
 
 _SHARD = re.compile(r"(?:-\d{5}-of-\d{5}\.(?:safetensors|bin)|\.distcp)$")
-_GAP_FROM = 1 << 20
 
 
 def disorder(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -172,9 +171,6 @@ def _zip(checkpoint: Checkpoint) -> Iterator[Finding]:
         size = sum(record.compressed for record in unused)
         text = f"{len(unused)} storages ({size} bytes) that no tensor uses: {listed([record.name for record in unused])}"
         yield Finding("unused-storage", "info", [], text, "", mending("convert", path))
-    gaps = sum(max(0, record.following - record.end - DESCRIPTOR_64 - ALIGNMENT) for record in checkpoint.records)
-    if gaps >= _GAP_FROM:
-        yield Finding("unused-bytes", "info", [], f"{gaps} bytes between the records", "", mending("convert", path))
     if not checkpoint.has_checksums:
         text = "the file carries no checksums (every CRC-32 is 0): damage to tensors cannot be seen"
         yield Finding("no-checksums", "info", [], text, "", mending("convert", path))
