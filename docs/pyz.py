@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / "dist" / "ckpt.pyz"
-PACKAGES = ("click", "rich", "markdown-it-py", "mdurl", "pygments", "jinja2", "markupsafe", "fsspec")
+PACKAGES = ("click", "rich", "markdown-it-py", "mdurl", "pygments", "fsspec")
 _LEFT_OUT = re.compile(r"\.\.|.*(__pycache__|\.(so|pyd|pyi|c|exe)$|dist-info/(?!METADATA|licenses/|LICENSE)|fsspec/tests/)")
 _MADE = (2000, 1, 1, 0, 0, 0)
 

@@ -28,7 +28,7 @@ from docs import pyz
 ROOT = Path(__file__).parents[1]
 RELEASE = ROOT / "dist" / "release"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-WITHOUT_TORCH = ("click", "rich", "jinja2", "fsspec")
+WITHOUT_TORCH = ("click", "rich", "fsspec")
 _FILES = {
     "IN": "ddp.pth",
     "FOLDER": "found/shards",

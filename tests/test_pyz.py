@@ -18,7 +18,7 @@ from tests.support.every_option import make_files, tried, without_times
 from tests.support.without import OPTIONAL, ROOT, Done, hide, run
 
 MOST = 4_000_000
-BUNDLED = ("fsspec", "jinja2", "markupsafe")  # what is optional, and in the file
+BUNDLED = ("fsspec",)  # what is optional, and in the file
 BARE = ["-I", "-S"]  # Python without site-packages, the current folder and the environment's settings
 
 

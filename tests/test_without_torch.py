@@ -104,7 +104,6 @@ def test_numpy_and_others_are_not_missed(full: dict[str, Done], place: Path, tmp
 
 
 OTHERS = {
-    "report ddp.pth -o x.html": "This needs jinja2: pip install jinja2",
     "inspect s3://bucket/model.pth": "needs fsspec",
     "sign ddp.pth --key key.pem": "This needs cryptography: pip install cryptography",
     "inspect frameworks/tiny.weights.h5": "pip install h5py",
@@ -120,7 +119,7 @@ def test_other_packages(place: Path, tmp_path: Path) -> None:
     for line, one in zip(OTHERS, run([line.split() for line in OTHERS], place, hide(tmp_path / "hidden")), strict=True):
         assert OTHERS[line] in one.err, line
         assert (one.code, "Traceback" in one.err) == (3, False)
-    assert not [name for name in ("x.html", "x.pth", "x.safetensors") if (place / name).exists()]
+    assert not [name for name in ("x.pth", "x.safetensors") if (place / name).exists()]
 
 
 BROKEN = {
@@ -179,7 +178,7 @@ def test_the_library(place: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_not_needed_is_not_imported(place: Path) -> None:
-    """Where they are installed, `inspect` of a local file imports neither torch nor what pages and addresses need."""
+    """Where they are installed, `inspect` of a local file imports neither torch nor what addresses need."""
     code = (
         "import sys\nfrom tests.support.commands import main\n"
         "try:\n    main(['inspect', 'ddp.pth'])\nexcept SystemExit:\n    print(*sys.modules)"
@@ -187,7 +186,7 @@ def test_what_is_not_needed_is_not_imported(place: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=True, env=PATHS)
     loaded = done.stdout.splitlines()[-1].split()
     assert "ckpt_tools" in loaded
-    assert {"torch", "numpy", "safetensors", "fsspec", "jinja2", "markupsafe", "cryptography", "h5py"}.isdisjoint(loaded)
+    assert {"torch", "numpy", "safetensors", "fsspec", "cryptography", "h5py"}.isdisjoint(loaded)
 
 
 NO_NETWORK = """

@@ -101,7 +101,7 @@ def _asked_for() -> set[str]:
 import contextlib, sys
 asked = set()
 sys.addaudithook(lambda event, about: event == "import" and asked.add(about[0].split(".")[0]))
-import click, cryptography, fsspec, h5py, jinja2, numpy, rich.console, safetensors.torch, torch.distributed.checkpoint
+import click, cryptography, fsspec, h5py, numpy, rich.console, safetensors.torch, torch.distributed.checkpoint
 from tests.support.commands import main
 with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
     main(["check", "--values", {str(FIXTURES / "ddp.pth")!r}])

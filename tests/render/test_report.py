@@ -57,7 +57,7 @@ def test_nothing_is_loaded_and_nothing_else_runs() -> None:
     text = page(FIXTURES / "single.pth")
     script, style = (re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[-1] for tag in ("script", "style"))
     (policy,) = re.findall(r'Content-Security-Policy" content="(.*?)"', text)
-    assert policy.startswith("default-src &#39;none&#39;;")
+    assert policy.startswith("default-src &#x27;none&#x27;;")
     for part in (script, style):
         assert base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() in policy
     assert set(re.findall(r"https?://[^\"']*", text)) <= {"http://www.w3.org/2000/svg"}  # a name, not an address

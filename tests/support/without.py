@@ -9,19 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = (
-    "torch",
-    "numpy",
-    "safetensors",
-    "h5py",
-    "gguf",
-    "isal",
-    "cryptography",
-    "fsspec",
-    "jinja2",
-    "markupsafe",
-    "zstandard",
-)
+OPTIONAL = ("torch", "numpy", "safetensors", "h5py", "gguf", "isal", "cryptography", "fsspec", "zstandard")
 
 # What Python runs before anything else, in processes that these start, too.
 _HIDING = """
