@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
@@ -14,9 +13,9 @@ from ckpt_tools.matching.pairing import in_unknown_order
 from ckpt_tools.matching.records import Ambiguous, Matching
 from ckpt_tools.operations.match import Matched
 from ckpt_tools.render.text import Page, by_reason, counted, print_rows, print_title
-from ckpt_tools.text import printable, shape_text
+from ckpt_tools.text import listed, printable, shape_text
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d{0,8})(?!\d)")
 _SHOWN_ROWS, _SHOWN_CANDIDATES = 60, 4
 
 
@@ -54,55 +53,35 @@ def _left_over(matching: Matching) -> list[tuple[str, int]]:
 # --- rows
 
 
-@dataclass(slots=True)
-class _Row:
-    """Pairs that are shown as one: names with their numbers taken out, and the numbers."""
-
-    patterns: tuple[str, ...]
-    note: str
-    leaves: dict[str, None] = field(default_factory=dict)
-    numbers: list[tuple[list[str], ...]] = field(default_factory=list)
-
-    def names(self) -> list[str]:
-        """Each name with the numbers and the last parts that it stands for."""
-        leaf = ", ".join(self.leaves)
-        leaf = f"{{{leaf}}}" if len(self.leaves) > 1 else leaf
-        return [
-            _filled(pattern, [row[side] for row in self.numbers]).replace("\0", leaf)
-            for side, pattern in enumerate(self.patterns)
-        ]
-
-
-def _filled(pattern: str, numbers: Sequence[list[str]]) -> str:
-    """A pattern with the numbers that occur in each place: one, a range, or a list."""
-    parts = pattern.split("\1")
-    places = [list(dict.fromkeys(row[place] for row in numbers)) for place in range(len(parts) - 1)]
-    return "".join(part + text for part, text in zip(parts, [*map(_range, places), ""], strict=True))
-
-
-def _range(values: list[str]) -> str:
-    if len(values) == 1:
-        return values[0]
-    counted_up = values == [str(int(values[0][:9]) + step) for step in range(len(values))]
-    return f"{{{values[0]}-{values[-1]}}}" if counted_up and len(values) > 2 else f"{{{','.join(values)}}}"
-
-
-def _rows(items: Iterable[tuple[tuple[str, ...], str]]) -> list[_Row]:
-    """Names side by side with a note, folded over last parts and over numbers."""
-    rows: dict[tuple[tuple[str, ...], str], _Row] = {}
+def _folded(items: Iterable[tuple[tuple[str, ...], str]]) -> list[list[str]]:
+    """Names side by side with a note, in lines: those that differ in numbers and in a last part that all share are one."""
+    groups: dict[tuple[tuple[tuple[str, ...], ...], str], list[list[list[str]]]] = {}
     for names, note in items:
         leaf = names[0].rpartition(".")[2]
         same = all(name.rpartition(".")[2] == leaf for name in names)
-        patterns = tuple(_NUMBER.sub("\1", _without_leaf(name, leaf) if same else name) for name in names)
-        row = rows.setdefault((patterns, note), _Row(patterns, note))
-        if same:
-            row.leaves[leaf] = None
-        row.numbers.append(tuple(_NUMBER.findall(_without_leaf(name, leaf) if same else name) for name in names))
-    return list(rows.values())
+        parts = [[*_NUMBER.split(name.removesuffix(leaf)), leaf, ""] if same else _NUMBER.split(name) for name in names]
+        patterns = tuple(tuple(one[::2]) for one in parts)  # what stands between numbers
+        groups.setdefault((patterns, note), []).append([one[1::2] for one in parts])
+    return [
+        [*(_filled(pattern, [row[side] for row in rows]) for side, pattern in enumerate(patterns)), note]
+        for (patterns, note), rows in groups.items()
+    ]
 
 
-def _without_leaf(name: str, leaf: str) -> str:
-    return f"{name[: len(name) - len(leaf)]}\0"
+def _filled(pattern: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """What stands between, and what occurs in each place."""
+    found = [_one_text(list(dict.fromkeys(values))) for values in zip(*rows, strict=True)]
+    return "".join(part + text for part, text in zip(pattern, [*found, ""], strict=True))
+
+
+def _one_text(values: list[str]) -> str:
+    """One value, a range of numbers that are counted up, or a list in order: on the other side it has the same."""
+    if len(values) == 1:
+        return values[0]
+    if not all(map(_NUMBER.fullmatch, values)):
+        return f"{{{', '.join(values)}}}"
+    counted_up = len(values) > 2 and values == [str(int(values[0]) + step) for step in range(len(values))]
+    return f"{{{values[0]}-{values[-1]}}}" if counted_up else f"{{{','.join(values)}}}"
 
 
 # --- sections
@@ -117,7 +96,7 @@ def _print_pairs(matching: Matching, out: Page, *, show_all: bool) -> None:
     ]
     for offer in matching.offers:
         items.append(((" + ".join(offer.old), " + ".join(offer.new)), _reason(offer.step, offer.confidence)))
-    lines = [[*names, note] for names, note in items] if show_all else [[*row.names(), row.note] for row in _rows(items)]
+    lines = [[*names, note] for names, note in items] if show_all else _folded(items)
     if lines:
         out.print()
         _print_table(("checkpoint", "target", "reason"), lines, out, show_all=show_all)
@@ -141,7 +120,7 @@ def _print_left_over(matching: Matching, out: Page, *, show_all: bool) -> None:
     doubted = {row.new for row in matching.ambiguous}
     plain = (("missing", [name for name in missing if name not in doubted]), ("unexpected", unexpected))
     for label, names in plain:
-        lines = [[name] for name in names] if show_all else [row.names() for row in _rows(((n,), "") for n in names)]
+        lines = [[name] for name in names] if show_all else _folded(((name,), "") for name in names)
         if lines:
             out.print()
             _print_table((label,), lines, out, show_all=show_all)
@@ -164,14 +143,12 @@ def _ambiguous(matching: Matching) -> list[list[str]]:
     lines = []
     for (_, why), rows in folded.items():
         candidates = dict.fromkeys(name for row in rows for name in row.candidates)
-        lines.append([_folded(row.new for row in rows), _folded(candidates), why])
+        lines.append([_some(row.new for row in rows), _some(candidates), why])
     return lines
 
 
-def _folded(names: Iterable[str]) -> str:
-    rows = [row.names()[0] for row in _rows(((name,), "") for name in names)]
-    more = len(rows) - _SHOWN_CANDIDATES
-    return ", ".join([*rows[:_SHOWN_CANDIDATES], *([f"{more} more"] if more > 0 else [])])
+def _some(names: Iterable[str]) -> str:
+    return listed([line[0] for line in _folded(((name,), "") for name in names)], _SHOWN_CANDIDATES)
 
 
 def _print_advice(advice: Advice, out: Page) -> None:

@@ -140,3 +140,13 @@ def test_two_tensors_of_one_name_in_text(tmp_path: Path) -> None:
     """The keys None and "None" read alike: one line for both, and no traceback."""
     torch.save({None: torch.ones(1), "None": torch.ones(1)}, tmp_path / "in.pth")
     assert "None    2 x [1]  float32  cpu       8 B" in run("inspect", tmp_path / "in.pth").stdout
+
+
+def test_a_control_character_in_the_names_of_a_matching(tmp_path: Path) -> None:
+    """It is escaped, whatever folds the names of layers."""
+    torch.save({"a\x01b.0.w": torch.ones(1), "a\x01b.1.w": torch.ones(1)}, tmp_path / "in.pth")
+    torch.save({"x.a\x01b.0.w": torch.ones(1), "x.a\x01b.1.w": torch.ones(1)}, tmp_path / "like.pth")
+    assert (
+        "a\\x01b.{0,1}.w  x.a\\x01b.{0,1}.w  prefix"
+        in run("match", tmp_path / "in.pth", "--like", tmp_path / "like.pth").stdout
+    )
