@@ -9,9 +9,8 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ChecksumError, NotACheckpointError, SignatureError, missing
@@ -133,7 +132,6 @@ def _envelope_read(path: str | os.PathLike[str], what: str) -> bytes:
 
 
 SUFFIX = ".sig"
-_Seen = TypeVar("_Seen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +220,9 @@ def sign(
     """
     target = _signature_of(path) if output is None else os.fspath(output)
     check_document_name(target, "a signature", SUFFIX)
-    found, not_signed = _read(path, partial(_not_signed, path, target), whole=True)
+    with collector_paused(), open_checkpoint(path) as checkpoint:
+        not_signed = _not_signed(path, target, checkpoint)
+        found = _digests(checkpoint, whole=True)
     if not found:
         raise SignatureError(f"{path} has no tensors, and nothing else is signed.")
     if before is not None:
@@ -262,7 +262,9 @@ def verify(
         raise SignatureError(f"There is no signature {place}.", fix=fix)
     payload, keyid = open_sealed(place, key)
     name, signed = digests_in(payload, place)
-    found, not_plain = _read(path, partial(_not_plain, path), whole=False)
+    with collector_paused(), open_checkpoint(path) as checkpoint:
+        not_plain = _not_plain(path, checkpoint)
+        found = _digests(checkpoint, whole=False)
     compared = digests.compare(found, signed, place)
     return Verified(os.fspath(path), place, keyid, name, len(signed), compared, not_plain, tensors_only)
 
@@ -296,12 +298,10 @@ def _signature_of(path: str | os.PathLike[str]) -> str:
     return os.path.normpath(path) + SUFFIX
 
 
-def _read(path: str | os.PathLike[str], look: Callable[[Checkpoint], _Seen], *, whole: bool) -> tuple[list[Digest], _Seen]:
-    """The digests of all tensors, and what else is seen. `whole`: refuse what a checksum shows to be damaged."""
-    with collector_paused(), open_checkpoint(path) as checkpoint:
-        seen = look(checkpoint)
-        checkpoint.locate()
-        read = read_checkpoint(checkpoint, digest=True)
+def _digests(checkpoint: Checkpoint, *, whole: bool) -> list[Digest]:
+    """The digests of all tensors. `whole`: refuse what a checksum shows to be damaged."""
+    checkpoint.locate()
+    path, read = checkpoint.path, read_checkpoint(checkpoint, digest=True)
     if whole and read.mismatches:
         fix = f"ckpt check {path} names what is damaged."
         raise ChecksumError(f"{path}: {len(read.mismatches)} records do not match their CRC-32.", fix=fix)
@@ -309,7 +309,7 @@ def _read(path: str | os.PathLike[str], look: Callable[[Checkpoint], _Seen], *, 
         names = listed([dotted(where) or "(root)" for where in read.skipped])
         why = "A signature does not cover them."
         raise SignatureError(f"{path}: {len(read.skipped)} tensors have no digest: {names}.", why=why)
-    return read.digests, seen
+    return read.digests
 
 
 _STATEMENT = "https://in-toto.io/Statement/v1"

@@ -11,7 +11,6 @@ from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
 
 _COLOURS = {"healthy": "green", "findings": "yellow", "unreadable": "red"}
-_SPEED_FROM = 100 << 20
 _SHOWN = 20
 
 
@@ -56,10 +55,9 @@ def _facts(report: Checked) -> list[Row]:
     damaged = sum(finding.code == "damaged-record" for finding in report.findings)
     whole = f"{report.records - damaged} of {report.records}" if damaged else str(report.records)
     sums = f", {whole} records match their CRC-32" if report.records else ", no checksums in the file"
-    speed = f" at {size_text(int(report.bytes_read / report.seconds))}/s" if report.bytes_read >= _SPEED_FROM else ""
     rows = [
         ("container", f"{report.container}, {size_text(report.file_bytes)}, {counted(report.tensors, 'tensor')}"),
-        ("read", f"{size_text(report.bytes_read)}{speed}{sums}"),
+        ("read", f"{size_text(report.bytes_read)}{sums}"),
     ]
     if (compared := report.against) is not None:
         renamed = f" ({compared.renamed} under another path)" if compared.renamed else ""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ckpt_tools.edit.lora.planning import Merged
     from ckpt_tools.fit.retarget import FittedTo
 
-_SPEED_FROM = 100 << 20
-
 
 def print_converted(report: Converted, out: Page) -> None:
     """What was written, and how it differs from IN."""
@@ -85,8 +83,7 @@ def _rows(report: Converted) -> list[Row]:
     rows += rows_of("stayed", [f"{name} ({as_options(why)})" for name, why in report.stayed])
     rows += rows_of("note", [as_options(note.text) for note in report.notes])
     if not report.dry_run:
-        speed = f", {size_text(int(report.bytes / report.seconds))}/s" if report.bytes >= _SPEED_FROM else ""
-        rows.append(("time", f"{report.seconds:.2f} s{speed}"))
+        rows.append(("time", f"{report.seconds:.2f} s"))
     return rows
 
 

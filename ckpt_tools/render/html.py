@@ -29,6 +29,7 @@ from ckpt_tools.operations.compare.stats import Stats, TensorStats
 from ckpt_tools.operations.inspect import Description, inspect
 from ckpt_tools.render.description import head
 from ckpt_tools.render.difference import changed_columns, is_measured, kinds
+from ckpt_tools.render.stats import not_finite
 from ckpt_tools.render.text import counted, path_text, size_text
 from ckpt_tools.render.wording import as_options, found_in
 from ckpt_tools.text import Report, listed, printable, shape_text
@@ -119,7 +120,7 @@ def _digest(text: str) -> str:
 def _data(description: Description, stats: Stats | None, difference: Difference | None) -> dict[str, Any]:
     columns, choices, tensors = _columns(description, stats)
     return {
-        "overview": [*_overview(description), *([("values", _odd_values(stats))] if stats is not None else [])],
+        "overview": _overview(description, stats),
         "legend": _LEGEND if stats is not None else "",
         "findings": [
             {"severity": row.severity, "where": path_text(row.where) if row.where else "",
@@ -140,26 +141,12 @@ def _text(value: object) -> str:
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
 
 
-def _overview(description: Description) -> list[tuple[str, str]]:
-    groups = [("tied", group) for group in description.tied[:10]] + [
-        ("one storage", group) for group in description.shared[:10]
-    ]
-    sharing = [(label, _text(listed(group, 6))) for label, group in groups]
-    return [("file", printable(os.path.abspath(description.path))), *head(description, 20), *sharing]
-
-
-def _odd_values(stats: Stats) -> str:
-    """Where values are not finite: "NaN in 1 of 3 tensors: w"."""
-    measured = [row for row in stats.tensors if row.numbers is not None]
-    said = []
-    for key, word in (("nan", "NaN"), ("inf", "inf")):
-        names = [path_text(row.where) for row in measured if row.numbers and row.numbers[key]]
-        if names:
-            said.append(f"{word} in {len(names):,} of {counted(len(measured), 'tensor')}: {listed(names, 6)}")
-    said = said or [f"all finite in {counted(len(measured), 'tensor')}"]
-    if unmeasured := len(stats.tensors) - len(measured):
-        said.append(f"{counted(unmeasured, 'tensor')} not measured")
-    return _text("; ".join(said))
+def _overview(description: Description, stats: Stats | None) -> list[tuple[str, str]]:
+    groups = {"tied": description.tied, "one storage": description.shared}
+    rows = [*head(description, 20), *[(label, listed(names, 6)) for label, found in groups.items() for names in found[:10]]]
+    if stats is not None:
+        rows.append(("values", not_finite(stats) or "all that were measured are finite"))
+    return [("file", printable(os.path.abspath(description.path))), *[(label, _text(text)) for label, text in rows]]
 
 
 def _column(key: str, title: str, kind: str, width: int) -> dict[str, Any]:

@@ -43,11 +43,15 @@ def print_stats(report: Stats, out: Page, *, show_all: bool, modules: bool, sort
         out.print(f"... {len(rows) - len(shown)} more (--all)")
     for note in report.notes:
         out.print(printable(f"note: {note}"))
-    bad = [row for row in report.tensors if row.numbers and (row.numbers["nan"] or row.numbers["inf"])]
-    if bad:
+    if odd := not_finite(report):
         out.print()
-        names = listed([row.name for row in bad])
-        out.print(("warning: ", "yellow"), printable(f"not finite: {names}"))
+        out.print(("warning: ", "yellow"), printable(odd))
+
+
+def not_finite(report: Stats) -> str:
+    """Which tensors hold NaN or infinite values; empty where none does."""
+    names = [row.name for row in report.tensors if row.numbers and (row.numbers["nan"] or row.numbers["inf"])]
+    return f"not finite: {listed(names)}" if names else ""
 
 
 def _sorted(rows: list[_Row], sort: StatsSort) -> list[_Row]:

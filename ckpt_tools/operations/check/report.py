@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,7 +51,4 @@ class Checked(Report):
     @property
     def exit_code(self) -> int:
         """0 healthy, 1 findings, 3 unreadable."""
-        return EXIT_CODES[self.verdict]
-
-
-EXIT_CODES: Mapping[Verdict, int] = {"healthy": 0, "findings": 1, "unreadable": 3}
+        return {"healthy": 0, "findings": 1, "unreadable": 3}[self.verdict]
