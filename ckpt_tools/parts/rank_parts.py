@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias, cast
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.io.content import read
 from ckpt_tools.parts.merge import Piece
 from ckpt_tools.pickling.torch_objects import sizes_of, unusual_tensor, unwrapped
 from ckpt_tools.tree.dtypes import DType
@@ -188,7 +187,7 @@ def _mesh(state: dict[str, Node]) -> Mesh:
     if "_layout" in state:
         shape, ranks, rank, world = _by_layout(state, coordinate)
     else:
-        ranks, shape = _numbers(state.get("_flatten_mesh_list"), state["mesh"]), _entry(state["mesh"]).shape
+        ranks, shape = _ints(state["_flatten_mesh_list"]), _entry(state["mesh"]).shape
         world = len(ranks)
     _need(len(shape) <= _MOST_DIMENSIONS and min(shape, default=1) > 0 and prod(shape) == len(ranks) == len(set(ranks)))
     _need(min(ranks) >= 0)
@@ -202,7 +201,7 @@ def _mesh(state: dict[str, Node]) -> Mesh:
 
 def _by_layout(state: dict[str, Node], coordinate: Sizes | None) -> tuple[Sizes, Sizes, int | None, int]:
     """A mesh as torch 2.9 and later pickle it: sizes and strides over the ranks of the mesh that it is a part of."""
-    everyone = _numbers(state.get("_flatten_rank_map"), state["_rank_map"])
+    everyone = _ints(state["_flatten_rank_map"])
     layout = _record(state["_layout"], "_MeshLayout")
     if "axes" in layout:  # torch 2.13: each dimension has sizes and strides of its own
         pairs = [_record(axis, "_FlatLayout") for axis in row_of(layout["axes"])]
@@ -292,17 +291,3 @@ def _ints(node: Node) -> Sizes:
     found = (node,) if type(node) is int else sizes_of(node)
     _need(found is not None and all(number.bit_length() <= 62 for number in found))
     return found or ()
-
-
-def _numbers(listed: Node, tensor: Node) -> Sizes:
-    """The ranks of a mesh: from the list beside the tensor, or from the tensor itself."""
-    if type(listed) in (tuple, List):
-        return _ints(listed)
-    entry = _entry(tensor)
-    _need(entry.dtype.name in ("int32", "int64") and max(entry.numel, entry.span) <= MOST_RANKS)
-    from ckpt_tools.values.numeric import part  # only files of ranks need it
-
-    width = entry.dtype.itemsize
-    data = read(part(entry.storage.content, entry.offset * width, entry.span * width))
-    starts = (at * width for at in _offsets(entry.shape, entry.stride))
-    return tuple(int.from_bytes(data[at : at + width], "little", signed=True) for at in starts)
