@@ -22,7 +22,7 @@ from ckpt_tools.parts import training
 from ckpt_tools.parts.partition import Partition
 from ckpt_tools.tree.nodes import Global
 
-Beside: TypeAlias = tuple[Path, tuple[str, ...], int]  # a folder, names in it, and of how many ranks they are
+Beside: TypeAlias = tuple[Path, tuple[str, ...]]  # a folder, and names in it
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -34,7 +34,7 @@ class Family:
         find: of a folder and the names of its files those that say what is in it; none where the folder is something else.
         stands_for: what is named with a file that stands for all of them by what is in it: those that `find` would give.
         beside: what a file is one of, by its path, the names in its folder, and the globals of its pickle, if it was read.
-        part: what part of the whole a file is by itself. The last argument counts the ranks whose files are beside it.
+        part: what part of the whole a file is by itself. The last argument gives how many files of the checkpoint are there.
         partial: whether `decode` takes `partial=True`: what is whole, where files are missing.
         decode: the function's name, where the module has several.
     """
@@ -43,7 +43,7 @@ class Family:
     find: Callable[[Path, Sequence[str]], Sequence[str]] | None = None
     stands_for: Callable[[Source, bytes, Callable[[], list[str]]], Sequence[str]] | None = None
     beside: Callable[[Path, Sequence[str], Sequence[Global]], Beside | None] | None = None
-    part: Callable[[Checkpoint, Callable[[], int | None]], Partition | None] | None = None
+    part: Callable[[Checkpoint, Callable[[], int]], Partition | None] | None = None
     partial: bool = False
     decode: str = "decode"
 
@@ -54,7 +54,6 @@ class Found(NamedTuple):
     family: str
     folder: Path
     names: tuple[str, ...]
-    ranks: int = 0
 
     def decode(self, files: Files, *, partial: bool = False) -> Checkpoint:
         """Read the structure of the files; no tensor bytes. `partial`: what is whole without those that are missing."""
@@ -110,25 +109,24 @@ def _of_split(source: Source, head: bytes, names: Callable[[], list[str]]) -> Se
 def _beside_megatron(path: Path, _: Sequence[str], __: Sequence[Global]) -> Beside | None:
     if path.name != by_name.MEGATRON_FILE or not re.fullmatch(by_name.MP_RANK, path.parent.name):
         return None
-    found = by_name.megatron_files(os.listdir(path.parent.parent))
-    return path.parent.parent, found, len(found)
+    return path.parent.parent, by_name.megatron_files(os.listdir(path.parent.parent))
 
 
 def _beside_consolidated(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
     found = by_name.matching(names, by_name.CONSOLIDATED)
-    return (path.parent, found, len(found)) if path.name in found else None
+    return (path.parent, found) if path.name in found else None
 
 
 def _beside_zero(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
     found = by_name.zero_files(names) if by_name.zero_kind(path.name)[0] not in ("", "expert-optimizer") else {}
-    return (path.parent, tuple(found), sum(kind == "optimizer" for kind, _ in found.values())) if found else None
+    return (path.parent, tuple(found)) if found else None
 
 
 def _beside_rank(path: Path, names: Sequence[str], known: Sequence[Global]) -> Beside | None:
     group = by_name.group_of(path.name, names)
     if group is None and any(str(name) == "torch.distributed.tensor.DTensor" for name in known):
         group = by_name.group_of(path.name, names, items=True)
-    return (path.parent, group.every, len(group.ranks)) if group is not None else None
+    return (path.parent, group.every) if group is not None else None
 
 
 def _beside_item(path: Path, names: Sequence[str], known: Sequence[Global]) -> Beside | None:
@@ -138,7 +136,7 @@ def _beside_item(path: Path, names: Sequence[str], known: Sequence[Global]) -> B
         return None
     from ckpt_tools.parts.rank_files import describes
 
-    return (path.parent, (by_name.ITEM_METADATA, *group.every), len(group.ranks)) if describes(path, group) else None
+    return (path.parent, (by_name.ITEM_METADATA, *group.every)) if describes(path, group) else None
 
 
 # --- the table
@@ -238,19 +236,16 @@ def partition(checkpoint: Checkpoint) -> Partition | None:
     if checkpoint.container in ("dcp", *PART_CONTAINERS):
         return None  # which hold whole tensors; what a dcp keeps of Megatron-LM's arguments is no part's
 
-    def beside() -> int | None:
-        return found.ranks if (found := others(checkpoint)) is not None else None
+    def files() -> int:
+        return 1 if (found := others(checkpoint)) is None else len(found.names)
 
     found = parts.of_tensors(checkpoint)
     for row in ROWS.values():
         if found is None and row.part is not None:
-            found = row.part(checkpoint, beside)
-    if found is not None and (count := beside()) is not None:
+            found = row.part(checkpoint, files)
+    if found is not None and files() > 1:
         command = f"ckpt convert {shlex.quote(str(checkpoint.path))} OUT.safetensors"
-        if count == found.world:
-            return replace(found, fix=f"All {count} parts are here; they become one: {command}")
-        if found.family == "DeepSpeed":
-            return replace(found, fix=f"With the files beside it, it becomes the model: {command}")
+        return replace(found, fix=f"With the files of all ranks beside it, it becomes the model: {command}")
     return found
 
 

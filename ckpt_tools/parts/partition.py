@@ -22,7 +22,7 @@ from ckpt_tools.tree.nodes import Dict, Entry, List, Node
 if TYPE_CHECKING:
     from ckpt_tools.parts.rank_parts import Part
 
-Beside: TypeAlias = Callable[[], int | None]  # the ranks whose files are beside it; None where there are no others
+Files: TypeAlias = Callable[[], int]  # how many files of the checkpoint are there, this one among them
 _GATHER = (
     "Load them where they were saved, on as many processes, and save the whole there: ckpt_tools.torch.save(model, OUT), or "
     "torch's get_model_state_dict with full_state_dict=True."
@@ -104,12 +104,12 @@ def family_of(parts: Sequence[Part]) -> str:
 # --- by names and keys; patterns are compiled where one may be: most files are no part
 
 
-def of_item(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
+def of_item(checkpoint: Checkpoint, files: Files) -> Partition | None:
     """A file of torch_checkpointing: by its name, and by the metadata.pkl beside it, which alone says how tensors were cut."""
     described = checkpoint.path.parent / ITEM_METADATA
     is_one = isinstance(described, Path) and described.is_file() and re.fullmatch(ITEM, checkpoint.path.name)
-    count = beside() if is_one else None
-    if count is None or (count == 1 and names_parts(checkpoint)):  # a DTensor in a world of one is whole
+    count = files() - 1 if is_one else 0  # without the metadata
+    if count < 1 or (count == 1 and names_parts(checkpoint)):  # a DTensor in a world of one is whole
         return None
     found = f"one of {count} ranks' files of an item that torch_checkpointing saved"
     return Partition(found, _GATHER, "torch_checkpointing", None, count)
@@ -119,11 +119,12 @@ def of_item(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
 _ROWS = {"partition_count", "single_partition_of_fp32_groups", "fp32_flat_groups"}
 
 
-def of_zero(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
+def of_zero(checkpoint: Checkpoint, files: Files) -> Partition | None:
     """By what DeepSpeed calls what is in it, or by its name where that alone says it."""
-    said, kind, fix = named_in(checkpoint.root), zero_kind(checkpoint.name)[0], SAVE_ZERO
+    said, kind = named_in(checkpoint.root), zero_kind(checkpoint.name)[0]
     optimizer, size, shapes = named_in(said.get("optimizer_state_dict")), said.get("mp_world_size"), said.get("param_shapes")
     has_version, world = "ds_version" in said, _count(said.get("dp_world_size"))
+    in_16_bits = bool(kind) and "param_shapes" in said
     if _ROWS & optimizer.keys():
         found = "one process's part of a DeepSpeed ZeRO optimizer, its weights in one row without names"
         world = _count(optimizer.get("partition_count"))
@@ -132,15 +133,11 @@ def of_zero(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
         world = size
     elif has_version and type(shapes) in (List, Dict) and _is_zero_3(said.get("module")):
         found = "the names of a DeepSpeed ZeRO 3 checkpoint, which keeps the parts of the weights in the files zero_pp_rank_*"
-    elif kind in ("expert", "layer"):
-        found, world = "a layer, or an expert of one, of a DeepSpeed checkpoint", None
-    elif kind and "param_shapes" in said and ((experts := listed_in(said.get("num_experts"))) or beside() is not None):
-        what = "experts" if experts else "fp32 ones"
-        found = f"the 16-bit weights of a DeepSpeed checkpoint; the {what} are in files of their own"
-        fix = "Get the files of all ranks; in a folder of its own it is read alone."
+    elif kind in ("expert", "layer") or (in_16_bits and (listed_in(said.get("num_experts")) or files() > 1)):
+        found, world = "16-bit weights of a DeepSpeed checkpoint, the rest of which is in other files", None
     else:  # under stages 0 to 2 a model file is whole, in 16 bits
         return None
-    return Partition(found, fix, "DeepSpeed", None, world)
+    return Partition(found, SAVE_ZERO, "DeepSpeed", None, world)
 
 
 def named_in(node: Node) -> dict[str, Node]:
@@ -162,12 +159,12 @@ def _is_zero_3(weights: Node) -> bool:
     return weights is None or bool(empty and empty * 2 >= len(entries))
 
 
-def of_consolidated(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
+def of_consolidated(checkpoint: Checkpoint, files: Files) -> Partition | None:
     """Meta's Llama: by its name, and by the files beside it or what its shapes say."""
     match = re.fullmatch(CONSOLIDATED, checkpoint.name) if checkpoint.name.startswith("consolidated.") else None
     if match is None or type(checkpoint.root) is not Dict:
         return None
-    if (world := beside() or _parts_by_shape(checkpoint.root)) == 1:
+    if (world := max(files(), _parts_by_shape(checkpoint.root))) == 1:
         return None
     found = f"rank {int(match[1])} of {world} of Meta's model parallelism"
     return Partition(found, "Get all consolidated.*.pth of the model into one folder.", "Meta", int(match[1]), world)
@@ -193,7 +190,7 @@ def arguments_of(root: Dict) -> Dict | None:
     return arguments if type(arguments) is Dict else attributes(arguments)
 
 
-def of_megatron(checkpoint: Checkpoint, _: Beside) -> Partition | None:
+def of_megatron(checkpoint: Checkpoint, _: Files) -> Partition | None:
     """Megatron-LM's: by its arguments; a member of a .nemo by its folder."""
     root = checkpoint.root
     if type(root) is not Dict:

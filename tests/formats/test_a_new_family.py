@@ -38,9 +38,9 @@ def test_a_new_family_is_a_module_and_a_row(tmp_path: Path, monkeypatch: pytest.
     row = Family(
         "made_up_family",
         find=lambda _, names: own(names),
-        beside=lambda path, names, _: (path.parent, tuple(own(names)), 2) if path.suffix == ".slice" else None,
-        part=lambda checkpoint, beside: (
-            Partition("a slice", "Get all.", "Slices", None, beside()) if checkpoint.path.suffix == ".slice" else None
+        beside=lambda path, names, _: (path.parent, tuple(own(names))) if path.suffix == ".slice" else None,
+        part=lambda checkpoint, files: (
+            Partition("a slice", "Get all.", "Slices", None, files()) if checkpoint.path.suffix == ".slice" else None
         ),
     )
     monkeypatch.setitem(families.ROWS, "made-up", row)
