@@ -98,11 +98,8 @@ def _items(_: Path, names: Sequence[str]) -> Sequence[str]:
 
 
 def _of_split(source: Source, head: bytes, names: Callable[[], list[str]]) -> Sequence[str]:
-    if not head.startswith(b"GGUF") or by_name.shard_name(source.path.name) is None:
-        return ()
-    from ckpt_tools.parts import sharded
-
-    groups = by_name.shard_groups(names()) if sharded.is_split(source) else ()
+    said = by_name.shard_name(source.path.name) if head.startswith(b"GGUF") else None
+    groups = by_name.shard_groups(names()) if said is not None and said.count > 1 else ()
     return next((group for group in groups if source.path.name in group), ())
 
 

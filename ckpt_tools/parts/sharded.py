@@ -223,14 +223,6 @@ def missing_index(shards: Mapping[str, Checkpoint]) -> bytes:
 # --- a model in several GGUF files, each of which says its number and their count
 
 
-def is_split(source: Source) -> bool:
-    """Whether a GGUF says that there are others of its model."""
-    from ckpt_tools.formats.frameworks import gguf
-
-    with limits.of_file(source.size):
-        return gguf.decode(source).metadata.get("split.count", "1") not in ("0", "1")
-
-
 def decode_splits(names: Sequence[str], files: Files) -> Checkpoint:
     from ckpt_tools.formats.frameworks import gguf
 
