@@ -139,19 +139,15 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters behind one another in `rows` of `ranks`. `paddings`: behind each; None where each is cut by itself.
-
-    `part`: elements of each rank's part of all, but for the last one's, which may be shorter.
-    """
+    """Parameters behind one another in `rows` of `ranks`. `paddings`: behind each; None where each is cut by itself."""
 
     shapes: Mapping[str, Sizes]
     rows: tuple[int, ...]
     ranks: Sequence[int]
     paddings: Sizes | None = None
-    part: int = 0
 
-    def checked(self, held: Mapping[int, int]) -> Group:
-        """The group with the length of its parts, which the numbers of elements that ranks hold add up to."""
+    def _part(self, held: Mapping[int, int]) -> int:
+        """How many elements each rank has, by those that are there, whose parts add up; the last one may have fewer."""
         last, count = self.ranks[-1], len(self.ranks)
         if self.paddings is None:
             part = sum(-(-prod(shape) // count) for shape in self.shapes.values())
@@ -166,17 +162,18 @@ class Group:
         if wrong:
             counts = listed([f"rank {rank} holds {found}" for rank, found in sorted(wrong.items())])
             raise PartError(f"The parts do not add up: {counts} elements of {some(list(self.shapes))}; others hold {part}.")
-        return replace(self, part=max(part, 1))
+        return part
 
     def cut(self, held: Rows) -> Iterator[tuple[str, Sizes, list[Piece]]]:
         """Each parameter with its shape and where it lies on the ranks that are there."""
         count, rows = len(self.ranks), dict[int, _Row]()
+        whole = self._part({rank: sum(entry.numel for entry in entries) for rank, entries in held.items()})
         if self.paddings is None:  # the last part is filled up; rows behind it hold nothing but filling
             for number, rank in enumerate(self.ranks):
                 rows[number] = _Row([(rank, entry, entry.numel) for entry in held.get(rank, ())])
         else:  # one row of all ranks
             every = [(rank, *held.get(rank, (None,))) for rank in self.ranks]
-            rows[0] = _Row([(rank, one, self.part if one is None else min(self.part, one.numel)) for rank, one in every])
+            rows[0] = _Row([(rank, one, whole if one is None else one.numel) for rank, one in every])
         start = 0
         for (name, shape), padding in zip(self.shapes.items(), self.paddings or (0,) * len(self.shapes), strict=True):
             numel = prod(shape)
@@ -188,27 +185,23 @@ class Group:
 
 def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
     """The groups of parameters, each with the rows that it lies in."""
-    first, ranks = next(iter(optimizers.values())), range(world)
+    first = next(iter(optimizers.values()))
     if not first.is_stage_3:
         paddings = first.paddings or tuple((0,) * len(shapes) for shapes in model.shapes)
         if len(first.flat) != len(model.shapes) or list(map(len, paddings)) != list(map(len, model.shapes)):
             raise PartError(f"{model.file} has {len(model.shapes)} groups of parameters, and {first.file} has other ones.")
-        found = [
+        return [
             Group(names, (number,), holders, paddings[number])
             for number, shapes in enumerate(model.shapes)
             for holders, names in _holders(model, shapes, first.counts[number], world)
         ]
-    else:
-        found = [Group(shapes, (number,), ranks) for number, shapes in enumerate(model.shapes)]
-        needed = [sum(-(-prod(shape) // world) for shape in group.shapes.values()) for group in found]
-        if needed != [entry.numel for entry in first.flat]:  # sub-groups, cut elsewhere: one row of all
-            found = [Group({name: shape for group in model.shapes for name, shape in group.items()},
-                           tuple(range(len(first.flat))), ranks)]  # fmt: skip
-    return [
-        group.checked({rank: sum(optimizers[rank].flat[row].numel for row in group.rows)
-                       for rank in group.ranks if rank in optimizers})
-        for group in found
-    ]  # fmt: skip
+    needed = [sum(-(-prod(shape) // world) for shape in shapes.values()) for shapes in model.shapes]
+    if needed == [entry.numel for entry in first.flat]:
+        return [Group(shapes, (number,), range(world)) for number, shapes in enumerate(model.shapes)]
+    every = {
+        name: shape for shapes in model.shapes for name, shape in shapes.items()
+    }  # sub-groups, cut elsewhere: one row of all
+    return [Group(every, tuple(range(len(first.flat))), range(world))]
 
 
 def _holders(
@@ -303,7 +296,6 @@ class Slice:
                 raise PartError(f"The frozen weight {name!r} does not lie row by row.")
             rows = {rank: [replace(entry, shape=(entry.numel,), stride=(1,))] for rank, entry in parts.items()}
             group = Group({name: shape}, (0,), range(self.world) if self.is_stage_3 else list(self.models))
-            group.checked({rank: entry.numel for rank, (entry,) in rows.items()})
             yield from self._cut(group, rows)
 
     # --- what is there beside the weights
@@ -349,10 +341,10 @@ class Slice:
         """One state of a rank's row, which is as long as the weights there; stages 1 and 2 may fill it up."""
         state = self.optimizers[rank]
         entry, wanted = state.states.get(row, Dict()).get(key) if type(key) is str else None, state.flat[row].numel
-        length = entry.numel if type(entry) is Entry and len(entry.shape) == 1 else -1
+        length = entry.numel if type(entry) is Entry and len(entry.shape) == 1 and entry.is_contiguous else -1
         if type(entry) is not Entry or length < wanted or (self.is_stage_3 and length > wanted):
             raise PartError(f"{state.file} has {wanted} weights in a row, and its optimizer's {key!r} has not as many.")
-        return entry
+        return replace(entry, shape=(wanted,))
 
     # --- what the bytes say
 
