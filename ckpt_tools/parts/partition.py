@@ -9,18 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_tensors
 from ckpt_tools.parts.names import CONSOLIDATED, ITEM, ITEM_METADATA, zero_kind
+from ckpt_tools.text import dotted
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node
-
-if TYPE_CHECKING:
-    from ckpt_tools.parts.rank_parts import Part
 
 Files: TypeAlias = Callable[[], int]  # how many files of the checkpoint are there, this one among them
 _GATHER = (
@@ -63,42 +61,23 @@ def of_tensors(checkpoint: Checkpoint) -> Partition | None:
         return None
     from ckpt_tools.parts.rank_parts import Part, PartReader
 
-    reader, parts, unread, count = PartReader(), list[Part](), list[str](), 0
+    reader, parts, count = PartReader(), list[Part](), 0
     for count, tensor in enumerate(find_tensors(checkpoint.root), 1):  # noqa: B007  how many there were
         try:
             part = reader.read(tensor.node)
         except TensorError as error:
-            unread.append(str(error).replace("\n", " ").rstrip("."))
-            continue
+            text = str(error).replace("\n", " ").rstrip(".")
+            return Partition(f"{dotted(tensor.where)!r} is distributed, and cannot be placed: {text}", _GATHER, "DTensor")
         parts += [part] if part is not None and not part.is_whole else []
-    if unread:
-        found = f"{len(unread)} of {count} tensors are distributed, and cannot be placed: {unread[0]}"
-        return Partition(found, _GATHER, "DTensor", parts=len(unread) + len(parts), tensors=count)
     if not parts:
         return None
-    family, world = family_of(parts), max(part.world for part in parts)
-    rank = next((part.rank for part in parts if part.rank is not None), None)
+    world, rank = max(part.world for part in parts), next((part.rank for part in parts if part.rank is not None), None)
     one = f"one of {world} ranks" if rank is None else f"rank {rank} of {world}"
-    found = f"{one}, {family}: 1/{max(part.shares for part in parts)} of {len(parts)} tensors"
+    found = f"{one}: 1/{max(part.shares for part in parts)} of {len(parts)} tensors"
     found += f", {count - len(parts)} are whole" if len(parts) < count else ""
     found += "; sums that the ranks have not added up (Partial)" if any(part.is_partial for part in parts) else ""
+    family = "DTensor" if parts[0].kind == "dtensor" else "ShardedTensor"
     return Partition(found, _GATHER, family, rank, world, len(parts), count)
-
-
-def family_of(parts: Sequence[Part]) -> str:
-    """What cut these parts, told by what their placements are and by what the mesh's dimensions are called."""
-    if any(part.kind == "sharded" for part in parts):
-        return "FSDP1"
-    widest = max((part for part in parts if part.mesh is not None), key=lambda part: len(part.placements))
-    assert widest.mesh is not None
-    places = [place for part in parts for place in part.placements]
-    named_tp = any(re.search("tp|tensor|model", name, re.IGNORECASE) for name in widest.mesh.names)
-    by_columns = not widest.mesh.names and any(place.kind == "shard" and place.dim > 0 for place in places)
-    if len(widest.placements) == 1:
-        return "TP" if named_tp or by_columns else "FSDP2"
-    if named_tp or any(place.kind == "strided" for place in places):
-        return "FSDP2 x TP"
-    return "HSDP" if len(widest.placements) == 2 and widest.placements[0].kind == "replicate" else "DTensor"
 
 
 # --- by names and keys; patterns are compiled where one may be: most files are no part
