@@ -264,23 +264,13 @@ def layout(folder: Path, names: list[str]) -> Found:
     if (found := layout_of(folder, names)) is not None:
         return found
     fix, names = "Name a checkpoint in it.", sorted(names)
-    folders = [name for name in names if os.path.isdir(folder / name) and _is_checkpoint(folder / name)]
-    inside = [*folders, *(name for name in names if name.endswith(_OTHERS) and name not in folders)]
+    inside = [name for name in names if (is_whole(folder / name) if (folder / name).is_dir() else name.endswith(_OTHERS))]
     if _ADAPTER in names:
         fix = f"It is an adapter; with its base it becomes a model: ckpt convert BASE OUT --lora {shlex.quote(str(folder))}"
     elif models := [name for name in inside if not training.is_state(name)] or inside:
         fix = f"Name a checkpoint in it: {', '.join(models[:4])}."
-        if len({os.path.splitext(name)[1] for name in models}) == 1 < len(models) == len(inside) and not folders:
-            fix += f" ckpt convert {shlex.quote(str(folder))} --to-dir DIR takes all of them."
     raise NotACheckpointError(
         f"{folder} is a directory, and not a checkpoint.",
         why="It has no shards or index of them (*.index.json), no .metadata, and not the files of all ranks of one model.",
         fix=fix,
     )
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    try:
-        return find_layout(folder) is not None
-    except NotACheckpointError:
-        return False

@@ -66,12 +66,12 @@ def test_two_inputs_of_one_name_are_refused_first(tmp_path: Path, options: list[
     assert not (tmp_path / "a" / "single.pth").exists()
 
 
-def test_a_folder_of_files_is_told_how_all_are_taken(tmp_path: Path) -> None:
-    """The folder in the place of one of its files is refused, with the command that takes them."""
+def test_all_files_of_a_folder_are_taken(tmp_path: Path) -> None:
+    """The folder in the place of one of its files is refused, with what is in it; `--to-dir` takes all."""
     (tmp_path / "a b").mkdir()
     for name in ("1.pth", "2.pth"):
         (tmp_path / "a b" / name).write_bytes(DDP.read_bytes())
     refused = ckpt("convert", tmp_path / "a b", tmp_path / "out.pth", code=3)
-    assert f"ckpt convert '{tmp_path}/a b' --to-dir DIR takes all of them." in " ".join(refused.output.split())
+    assert "Name a checkpoint in it: 1.pth, 2.pth." in " ".join(refused.output.split())
     ckpt("convert", tmp_path / "a b", "--to-dir", tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"1.pth", "2.pth"}
