@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
-from ckpt_tools.errors import DamagedFileError, PartError
+from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
@@ -18,7 +18,7 @@ from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.merge import Held, Merger, Rank, check_not_twice, merged
 from ckpt_tools.parts.names import MP_RANK, by_rank, check_same, check_world
 from ckpt_tools.parts.partition import arguments_of
-from ckpt_tools.parts.sharded import read_json, renewed
+from ckpt_tools.parts.sharded import renewed
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.tree.visit import walk
@@ -290,12 +290,12 @@ class _Merging:
         return rows == 2 * columns
 
 
-# --- Meta: consolidated.00.pth and so on, flat state dicts of the same names; params.json may tell the width
+# --- Meta: consolidated.00.pth and so on, flat state dicts of the same names
 
 _META_COLUMNS = frozenset(("wq", "wk", "wv", "w1", "w3", "output"))
 _META_ROWS = frozenset(("wo", "w2"))
 _FREQUENCIES = "rope.freqs"
-_NORM, _ATTENTION, _PARAMS = "norm.weight", "attention.wo.weight", "params.json"
+_NORM, _ATTENTION = "norm.weight", "attention.wo.weight"
 
 
 def decode_consolidated(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
@@ -303,7 +303,7 @@ def decode_consolidated(names: Sequence[str], files: Files, *, partial: bool = F
     missing = check_world(found, max(found) + 1, "consolidated.{:02d}.pth".format, partial=partial)
     merger = Merger(partial=partial)
     parts = renewed((decode_file(files.open(found[rank])) for rank in sorted(found)), merger.keys)
-    model = _Consolidated(parts, files, merger, missing)
+    model = _Consolidated(parts, merger, missing)
     root = merger.leave_out(Dict([(name, model.merged(name)) for name in model.first], ordered=True))
     return merged("consolidated", root, files, parts, merger, model.missing, lambda: check_not_twice(model.cut))
 
@@ -311,7 +311,7 @@ def decode_consolidated(names: Sequence[str], files: Files, *, partial: bool = F
 class _Consolidated:
     """The tensors of all ranks on their way into one state dict. `width`: of the whole model."""
 
-    def __init__(self, parts: Sequence[Checkpoint], files: Files, merger: Merger, missing: list[str]) -> None:
+    def __init__(self, parts: Sequence[Checkpoint], merger: Merger, missing: list[str]) -> None:
         self.merger, self.missing, self.cut = merger, missing, dict[str, list[Entry]]()
         self.files: dict[str, dict[str, Entry]] = {}
         for part in parts:
@@ -325,22 +325,14 @@ class _Consolidated:
             if lacking := [name for name in every if name not in tensors]:
                 raise PartError(f"{file} does not have {some(lacking)}, which others have.")
         norm = self.first.get(_NORM)
-        length = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
-        said = read_json(files.open(_PARAMS)) if _PARAMS in files.names() else {}
-        sizes = {key: said.get(key) for key in ("dim", "n_heads", "head_dim")} if isinstance(said, dict) else {}
-        if any(size is not None and (type(size) is not int or not 0 < size < 1 << 40) for size in sizes.values()):
-            raise DamagedFileError(f"{_PARAMS} has a dimension that is not a number, or impossible.")
-        self.width: int | None = sizes.get("dim") or length
-        if length not in (None, self.width):
-            raise PartError(f"{_PARAMS} says dim {self.width}, and {_NORM!r} has {length} elements.")
-        heads, size = sizes.get("n_heads"), sizes.get("head_dim")
-        self._check_heads(heads * size if heads and size else self.width)
+        self.width = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
+        self._check_count()
 
-    def _check_heads(self, heads: int | None) -> None:
+    def _check_count(self) -> None:
         """As many files are there as the model was cut into, by the matrices that tell it."""
         for name in (name for name in self.first if name.endswith(_ATTENTION)):
             held = sum(tensors[name].shape[-1] for tensors in self.files.values() if tensors[name].shape)
-            whole = held if self.width is None or heads is None else heads
+            whole = held if self.width is None else self.width
             if held == whole or not (len(self.files) > 1 or self.missing or (held and whole % held == 0)):
                 continue
             if not self.merger.partial or held > whole:
@@ -368,5 +360,4 @@ class _Consolidated:
             return reached[0]
         if kind == "tok_embeddings" and len(shape) == 2 and shape[1] == self.width:
             return 0
-        fix = "" if self.width is not None else f"{_PARAMS} tells the width: put it beside the files."
-        raise PartError(f"Nothing says how {name!r} was cut: {list(shape)} on each of {len(self.files)} ranks.", fix=fix)
+        raise PartError(f"Nothing says how {name!r} was cut: {list(shape)} on each of {len(self.files)} ranks.")

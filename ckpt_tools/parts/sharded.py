@@ -10,7 +10,6 @@ import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError, NotACheckpointError, PartError, UnsupportedContainerError
@@ -90,30 +89,19 @@ def joined(container: str, root: Node, files: Files, parts: Sequence[Checkpoint]
     )  # fmt: skip
 
 
-def read_json(source: Source) -> Any:
-    """What a file of JSON says, in which no key is there twice."""
-    limits.HEADER.check(source.size, f"{source.path} has {source.size} bytes.")
-    try:
-        return load_json(source.read(0, source.size), pairs=unique)
-    except ValueError as error:
-        raise DamagedFileError(f"{source.path} cannot be read as JSON.", why=f"{error}.") from None
-
-
 def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
-    content = read_json(index)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise DamagedFileError(f"{index.path} is not an index: it has no weight_map of names to files.")
-    metadata = content.get("metadata") or {}
-    if not isinstance(metadata, dict):
-        raise DamagedFileError(f"{index.path} has metadata that is not a map.")
-    known = ("total_size", "total_parameters")
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items() if key not in known}
+    limits.HEADER.check(index.size, f"{index.path} has {index.size} bytes.")
     try:
+        content = load_json(index.read(0, index.size), pairs=unique)
+        weight_map, metadata = content["weight_map"], content.get("metadata") or {}
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
         check_text((*weight_map.values(), *texts.values()))
     except ValueError as error:
-        raise DamagedFileError(f"{index.path} is not an index: it cannot be read as JSON.", why=f"{error}.") from None
-    return weight_map, texts
+        raise DamagedFileError(f"{index.path} cannot be read as JSON.", why=f"{error}.") from None
+    except (AttributeError, KeyError, TypeError):
+        what = f"{index.path} is not an index: it has no weight_map of names to files, or metadata that is not a map."
+        raise DamagedFileError(what) from None
+    return weight_map, {key: text for key, text in texts.items() if key not in ("total_size", "total_parameters")}
 
 
 def _read_shard(name: str, files: Files) -> Checkpoint:

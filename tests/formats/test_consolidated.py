@@ -1,6 +1,5 @@
 """Meta's consolidated.NN.pth become one state dict, equal to the model that was cut, or an error names what does not fit."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import DamagedFileError, PartError
+from ckpt_tools.errors import PartError
 from ckpt_tools.torch import load_state_dict
 from tests.support.graphs import equal
 from tests.support.samples import edit
@@ -45,26 +44,21 @@ def cut(state: State, rank: int, world: int, embeddings: int) -> State:
     return {name: found[id(value)] for name, value in state.items()}
 
 
-def save(folder: Path, world: int, state: State | None = None, *, embeddings: int = 1, params: bool = True) -> State:
+def save(folder: Path, world: int, state: State | None = None, *, embeddings: int = 1) -> State:
     """The files of all ranks; returns the whole state dict."""
     folder.mkdir(exist_ok=True)
     state = llama() if state is None else state
     for rank in range(world):
         torch.save(cut(state, rank, world, embeddings), folder / f"consolidated.{rank:02d}.pth")
-    if params:
-        (folder / "params.json").write_text(json.dumps({"dim": DIM, "n_layers": 2, "n_heads": 4, "vocab_size": -1}))
     return state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("embeddings", [0, 1])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("params", [True, False])
-def test_the_merged_tensors_are_the_models(
-    world: int, embeddings: int, dtype: torch.dtype, params: bool, tmp_path: Path
-) -> None:
-    """Bit for bit, of Llama 1 and 2 and of Llama 3, with params.json and without it, from the folder and from a file of it."""
-    expected = save(tmp_path / "in", world, llama(dtype), embeddings=embeddings, params=params)
+def test_the_merged_tensors_are_the_models(world: int, embeddings: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Bit for bit, of Llama 1 and 2 and of Llama 3, from the folder and from a file of it."""
+    expected = save(tmp_path / "in", world, llama(dtype), embeddings=embeddings)
     ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
     assert equal(torch.load(tmp_path / "out.pth", weights_only=True), expected)
     assert equal(load_state_dict(tmp_path / "in" / f"consolidated.{world - 1:02d}.pth"), expected)
@@ -88,11 +82,6 @@ def change(rank: int, edit_: Callable[[State], object]) -> Callable[[Path], None
     return lambda folder: edit(folder / f"consolidated.{rank:02d}.pth", edit_)
 
 
-def write_params(text: str) -> Callable[[Path], object]:
-    """Another params.json."""
-    return lambda folder: (folder / "params.json").write_text(text)
-
-
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
@@ -110,7 +99,6 @@ def write_params(text: str) -> Callable[[Path], object]:
         ),
         (change(1, lambda state: state.update({"output.weight": torch.ones(9, 12).half()})), "float16 on consolidated.01.pth"),
         (change(0, lambda state: state.update(dict[str, Any]({"norm.weight": "text"}))), "something else than one mapping"),
-        (write_params('{"dim": 16}'), "params.json says dim 16, and 'norm.weight' has 12 elements"),
     ],
 )
 def test_parts_that_do_not_fit(spoil: Callable[[Path], None], text: str, tmp_path: Path) -> None:
@@ -120,15 +108,6 @@ def test_parts_that_do_not_fit(spoil: Callable[[Path], None], text: str, tmp_pat
     with pytest.raises(PartError, match=text):
         ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
     assert not (tmp_path / "out.pth").exists()
-
-
-@pytest.mark.parametrize("text", ["[", '{"dim": "12"}', '{"dim": -12}', '{"dim": true}', '{"dim": 1e9}', "[" * 100_000])
-def test_params_that_cannot_be_read(text: str, tmp_path: Path) -> None:
-    """What params.json says is taken for a number, or refused."""
-    save(tmp_path, 2)
-    (tmp_path / "params.json").write_text(text)
-    with pytest.raises(DamagedFileError):
-        ckpt_tools.inspect(tmp_path)
 
 
 def test_a_name_that_is_not_known(tmp_path: Path) -> None:

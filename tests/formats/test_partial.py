@@ -222,7 +222,6 @@ def test_consolidated_without_a_rank(gone: int, tmp_path: Path) -> None:
         if rank != gone:
             (tmp_path / "in").mkdir(exist_ok=True)
             torch.save({**norms, **part}, tmp_path / "in" / f"consolidated.{rank:02d}.pth")
-    (tmp_path / "in" / "params.json").write_text('{"dim": 6}')
     with pytest.raises(PartError, match=r"(?s)`partial=True`"):
         ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
     found, report = written(tmp_path / "in")
