@@ -154,11 +154,12 @@ def _place(folder: str, sizes: Place) -> Place:
     match = re.fullmatch(MP_RANK, folder)
     assert match is not None, "callers have checked that it is a rank's"
     numbers = [int(number) for number in match.groups() if number is not None]
-    if len(numbers) != 1 + (sizes[1] > 1) + (sizes[2] > 1):
+    rest = iter(numbers[1:])
+    place = numbers[0], next(rest, -1) if sizes[1] > 1 else 0, next(rest, -1) if sizes[2] > 1 else 0
+    if next(rest, None) is not None or not all(0 <= at < size for at, size in zip(place, sizes, strict=True)):
         shown = " x ".join(f"{size} {kind}" for size, kind in zip(sizes, _KINDS, strict=True))
         raise PartError(f"The name {folder} does not fit the args of the job, which was {shown} parallel.")
-    rest = iter(numbers[1:])
-    return numbers[0], next(rest) if sizes[1] > 1 else 0, next(rest) if sizes[2] > 1 else 0
+    return place
 
 
 def _folder(place: Sequence[int], sizes: Place) -> str:
@@ -169,14 +170,8 @@ def _folder(place: Sequence[int], sizes: Place) -> str:
 def _check_agreeing(parts: Sequence[_Part], sizes: Place) -> None:
     """All ranks are there, of one job at one step, and each is the rank that its name says."""
     _, stages, experts = sizes
-    there = by_rank((part.place, part.folder) for part in parts)
-    numbers = {  # in the order of the places; of one that is not there, one beyond
-        (tensor * stages + stage) * experts + expert if stage < stages and expert < experts else prod(sizes): folder
-        for (tensor, stage, expert), folder in there.items()
-    }
-    check_world(
-        numbers, prod(sizes), lambda at: _folder((at // experts // stages, at // experts % stages, at % experts), sizes)
-    )
+    there = by_rank(((part.place[0] * stages + part.place[1]) * experts + part.place[2], part.folder) for part in parts)
+    check_world(there, prod(sizes), lambda at: _folder((at // experts // stages, at // experts % stages, at % experts), sizes))
     for kind in _AGREEING:
         check_same(kind, {part.folder: part.arguments.get(kind) for part in parts})
     for key in ("iteration", "checkpoint_version"):

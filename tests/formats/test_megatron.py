@@ -219,7 +219,7 @@ NORM, PROJ = "decoder.final_layernorm.weight", "decoder.layers.1.self_attention.
     [
         (on("mp_rank_01_000", set_argument("tensor_model_parallel_size", 4)), "not have the same tensor_model_parallel_size"),
         (on("mp_rank_00_000", set_argument("tensor_model_parallel_size", 4)), "mp_rank_02_000, mp_rank_02_001"),
-        (on("mp_rank_00_000", set_argument("tensor_model_parallel_size", 1)), "beyond the 2 parts"),
+        (on("mp_rank_00_000", set_argument("tensor_model_parallel_size", 1)), "does not fit the args"),
         (on("mp_rank_00_000", set_argument("pipeline_model_parallel_size", 1)), "does not fit the args"),
         (on("mp_rank_00_000", set_argument("pipeline_model_parallel_size", 1 << 40)), "impossible number"),
         (on("mp_rank_00_000", set_argument("tensor_model_parallel_size", -2)), "impossible number"),
