@@ -146,18 +146,12 @@ def _start(block: tuple[int, bytes]) -> int:
 # --- an object of an HTTP server
 
 
-def _in_ascii(url: str) -> str:
-    """An address as HTTP sends it: an `é` in a path or a host is what a browser makes of it."""
-    scheme, rest = url.split("://", 1)
-    host, slash, path = rest.partition("/")
-    name = host if host.isascii() else host.encode("idna").decode()
-    return f"{scheme}://{name}{slash}{urllib.parse.quote(path, safe=_AS_THEY_ARE, errors='surrogateescape')}"
-
-
 def _is_private(url: str) -> bool:
     """Whether a host is of this machine or its network; one that cannot be found is reported by whoever connects to it."""
+    place = urllib.parse.unquote(urllib.parse.urlsplit(url).netloc)  # urllib connects to `127%2e0%2e0%2e1` too
+    host = urllib.parse.urlsplit(f"//{place}").hostname
     try:
-        found = socket.getaddrinfo(urllib.parse.urlsplit(_in_ascii(url)).hostname or "", None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host or "", None, type=socket.SOCK_STREAM)
     except OSError:
         return False
     return any(not ipaddress.ip_address(str(row[4][0]).partition("%")[0]).is_global for row in found)
@@ -180,7 +174,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
             raise _unreadable(self.url, f"It redirects to another scheme: {newurl[:200]}.")
         if _is_private(newurl) and not _is_private(self.url):
             raise _unreadable(self.url, f"It redirects into a private network: {newurl[:200]}.")
-        return super().redirect_request(req, fp, code, msg, headers, _in_ascii(newurl))
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 class _HttpSource(RemoteSource):
@@ -232,7 +226,8 @@ class _HttpSource(RemoteSource):
             "User-Agent": f"ckpt-tools/{__version__}",
             "Accept-Encoding": "identity",
         }
-        request = urllib.request.Request(_in_ascii(self.place), headers=headers)  # noqa: S310  http and https only, see _open
+        place = urllib.parse.quote(self.place, safe=_AS_THEY_ARE, errors="surrogateescape")  # an `é` as a browser sends it
+        request = urllib.request.Request(place, headers=headers)  # noqa: S310  http and https only, see _open
         with urllib.request.build_opener(_Redirects(self.url)).open(request, timeout=_SECONDS) as response:
             self.place = self.place if response.geturl() == request.full_url else response.geturl()
             if response.status != 206:  # a server without ranges, which sends all of it

@@ -101,7 +101,9 @@ def test_a_redirect_to_itself_is_said_to_be_one(serve: Callable[..., Canned]) ->
         ckpt_tools.inspect(server.url("model.pth"))
 
 
-@pytest.mark.parametrize("place", ["http://inside.example/x", "http://127.0.0.1/x", "http://[::1]:8000/x"])
+@pytest.mark.parametrize(
+    "place", ["http://inside.example/x", "http://127.0.0.1/x", "http://[::1]:8000/x", "http://127%2e0%2e0%2e1/x"]
+)
 def test_redirects_into_a_private_network_are_refused(
     serve: Callable[..., Canned], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
