@@ -161,6 +161,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "read something else": (lambda: load_code.load(io.BytesIO(b"hello")), NotACheckpointError, "<BytesIO>"),
     "write text": (lambda: load_code.save(WANTED, io.StringIO()), OutputError, "open as text"),  # type: ignore[arg-type]
     "write what is read": (lambda: load_code.save(WANTED, SINGLE.open("rb")), OutputError, "not for writing"),
+    "write raw": (lambda: load_code.save(WANTED, io.FileIO("/dev/null", "w")), OutputError, "without a buffer"),
     "write closed": (lambda: load_code.save(WANTED, closed()), OutputError, "It is closed"),
     "a folder": (lambda: ckpt_tools.convert(SINGLE, io.BytesIO(), format="dcp"), UsageError, "a folder is to be written"),
     "in place": (lambda: ckpt_tools.edit_in_place(io.BytesIO(BYTES), strip_module=True), UsageError, "It takes a path"),  # type: ignore[arg-type]

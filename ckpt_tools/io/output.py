@@ -76,19 +76,15 @@ def replacing(
 @contextlib.contextmanager
 def _handing_back(path: Handed) -> Iterator[Output]:
     """An output that is written to an open file once all of it is there."""
-    import tempfile  # few commands need it
+    import shutil  # few commands need these
+    import tempfile
 
     target = _checked_open(path)
     with tempfile.TemporaryFile() as spool:
         yield Output(spool.fileno(), target)
         spool.seek(0)
         with output_errors(target):
-            while left := memoryview(spool.read(_BLOCK)):
-                while left:  # a raw file may take a part of what it is given; one that would block says None
-                    taken = path.file.write(left)
-                    if taken is None and isinstance(path.file, io.RawIOBase):
-                        raise OutputError(f"{path} takes no more: it is open without blocking.")
-                    left = left[len(left) if taken is None else taken :]
+            shutil.copyfileobj(spool, path.file, _BLOCK)
             getattr(path.file, "flush", lambda: None)()
 
 
@@ -97,6 +93,8 @@ def _checked_open(path: Handed) -> Path:
         raise OutputError(f"{path} cannot be written.", why="It is closed.")
     if hasattr(path.file, "encoding") or not hasattr(path.file, "write") or not getattr(path.file, "writable", lambda: True)():
         raise OutputError(f"{path} is open as text, or not for writing.", fix='Open it with mode "wb".')
+    if isinstance(path.file, io.RawIOBase):  # which may take a part of what it is given
+        raise OutputError(f"{path} is open without a buffer.", fix='Open it with mode "wb", and without buffering=0.')
     return cast("Path", path)
 
 
@@ -131,11 +129,6 @@ def check_writable(path: str | os.PathLike[str], folder: Path) -> None:
 
 def exists_error(target: object) -> OutputExistsError:
     return OutputExistsError(f"{target} already exists.", fix="Give `overwrite=True` to replace it.")
-
-
-def not_empty(folder: object) -> OutputExistsError:
-    fix = "Give `overwrite=True` to replace the checkpoint in it; its other files stay."
-    return OutputExistsError(f"{folder} already exists and is not empty.", fix=fix)
 
 
 @contextlib.contextmanager
@@ -243,7 +236,8 @@ def check_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
             raise OutputError(f"{path} is a file.", why="Several files are written here: OUT must be a folder.")
         check_writable(path, target if target.is_dir() else target.parent)
         if target.is_dir() and not overwrite and any(target.iterdir()):
-            raise not_empty(path)
+            fix = "Give `overwrite=True` to replace the checkpoint in it; its other files stay."
+            raise OutputExistsError(f"{path} already exists and is not empty.", fix=fix)
         return target
 
 

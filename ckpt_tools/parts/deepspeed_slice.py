@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, chain, islice
@@ -264,9 +264,12 @@ class Slice:
                 made[name] = self.merger.unless_lost(name, partial(self._nowhere, name))
             else:  # buffers, extra states, under stage 1 frozen weights
                 made[name] = value
-        for name in shared:
-            if name not in made:
-                made[name] = made[_holder(name, shared, made)]
+        for name, holder in shared.items():
+            if name in made:
+                continue
+            if holder not in made:
+                raise PartError(f"{name!r} is tied to {holder!r}, which is not in the checkpoint, or only by a tie too.")
+            made[name] = made[holder]
         order = dict.fromkeys((*module, *made))
         root = Dict([(name, whole) for name in order if (whole := made[name]) is not DROP], ordered=True)
         gone = (name for name in order if made[name] is DROP and name not in self.merger.lost)
@@ -377,17 +380,6 @@ class Slice:
                 or not all(same_bytes(every[0], other) for other in every[1:] if other.numel)
             ):
                 yield name
-
-
-def _holder(name: str, shared: Mapping[str, str], made: Collection[str]) -> str:
-    """The weight that a tied name stands for, through others of the kind."""
-    holder, seen = shared[name], {name}
-    while holder not in made and holder in shared and holder not in seen:
-        seen.add(holder)
-        holder = shared[holder]
-    if holder not in made:
-        raise PartError(f"{name!r} is tied to {holder!r}, which is not in the checkpoint.")
-    return holder
 
 
 def _place(node: Node) -> tuple[object, ...]:
