@@ -49,10 +49,7 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
         raise PartError(f"All shards that {index.path.name} names are missing.", fix="Get them again.")
     shards = {name: _read_shard(name, files) for name in sorted({*weight_map.values()})}
     _check_map(weight_map, _places(shards), shards, index)
-    found = renewed(shards.values())
-    root = Dict(_ordered(weight_map, found, metadata), ordered=True)
-    root.attributes = safetensors.restore_state_dict_metadata(metadata)
-    made = joined("sharded", root, files, found, _own_metadata(found, metadata))
+    made = _as_one("sharded", shards, files, list(weight_map), metadata)
     made.lost = lost
     return partly(made, missing)
 
@@ -138,11 +135,20 @@ def _check_map(
             raise DamagedFileError(f"{file} holds {name!r}, which {index.path.name} does not list.")
 
 
-def _ordered(weight_map: Mapping[str, str], shards: Sequence[Checkpoint], metadata: Mapping[str, str]) -> list[Pair]:
+def _as_one(
+    container: str, shards: Mapping[str, Checkpoint], files: Files, names: Sequence[str] = (), metadata: Mapping[str, str] = {}
+) -> Checkpoint:
+    """The shards as one checkpoint; `names` and `metadata` are those of its index."""
+    found = renewed(shards.values())
+    root = Dict(_ordered(names, found, metadata), ordered=True)
+    root.attributes = safetensors.restore_state_dict_metadata(metadata)
+    return joined(container, root, files, found, _own_metadata(found, metadata))
+
+
+def _ordered(names: Sequence[str], shards: Sequence[Checkpoint], metadata: Mapping[str, str]) -> list[Pair]:
     """The items in the index's order. transformers sorts its index, so that one which is sorted and not ours tells no order."""
     items = {name: value for decoded in shards for name, value in as_dict(decoded.root).named.items()}
-    names = list(weight_map)
-    if names == sorted(names) and ORDER not in metadata:
+    if list(names) == sorted(names) and ORDER not in metadata:
         return [*items.items()]
     aliases = safetensors.aliases_in(metadata)
     in_order = dict.fromkeys((*names, *items))
@@ -176,19 +182,13 @@ def read_loose(
 def decode_loose(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     """The shards as one checkpoint, in the order of their numbers."""
     shards, missing = read_loose(names, files, partial=partial)
-    made = _one_after_another("sharded", shards, files)
+    _places(shards)
+    made = _as_one("sharded", shards, files)
     if not missing:
         fix = printable(f"ckpt repair {shlex.quote(str(files.folder))}")
         text = f"the index of the {len(shards)} shards is missing; all of them are here"
         made.warnings.append(Warned("no-index", text, index_name(names[0]), fix=fix))
     return partly(made, missing)
-
-
-def _one_after_another(container: str, shards: Mapping[str, Checkpoint], files: Files) -> Checkpoint:
-    _places(shards)
-    found = renewed(shards.values())
-    root = Dict([item for decoded in found for item in as_dict(decoded.root).items], ordered=True)
-    return joined(container, root, files, found, _own_metadata(found, {}))
 
 
 def index_name(shard: str) -> str:
@@ -221,7 +221,8 @@ def decode_splits(names: Sequence[str], files: Files) -> Checkpoint:
             raise PartError(
                 f"{name} is not number {number + 1} of {len(found)}: it calls itself {said[0]} (from 0) of {said[1]}."
             )
-    made = _one_after_another("gguf", found, files)
+    _places(found)
+    made = _as_one("gguf", found, files)
     types = {key: kind for key, kind in gguf.types_in(made.metadata).items() if not key.startswith("split.")}
     texts = {key: text for key, text in made.metadata.items() if not key.startswith("split.") and key != safetensors.GGUF_TYPES}
     made.metadata = texts | ({safetensors.GGUF_TYPES: json.dumps(types, separators=(",", ":"))} if types else {})
