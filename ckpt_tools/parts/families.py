@@ -264,7 +264,8 @@ def layout(folder: Path, names: list[str]) -> Found:
     if (found := layout_of(folder, names)) is not None:
         return found
     fix, names = "Name a checkpoint in it.", sorted(names)
-    inside = [name for name in names if (is_whole(folder / name) if (folder / name).is_dir() else name.endswith(_OTHERS))]
+    folders = [name for name in names if (folder / name).is_dir() and is_whole(folder / name)]
+    inside = [*folders, *(name for name in names if name.endswith(_OTHERS) and name not in folders)]
     if _ADAPTER in names:
         fix = f"It is an adapter; with its base it becomes a model: ckpt convert BASE OUT --lora {shlex.quote(str(folder))}"
     elif models := [name for name in inside if not training.is_state(name)] or inside:
