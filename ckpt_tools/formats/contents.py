@@ -228,7 +228,7 @@ def _holders(root: Node) -> set[int]:
     above: dict[int, list[int]] = {}
     found: set[int] = set()
     todo: list[int] = []
-    for node in reachable(root):
+    for node in reachable(root, bare=False):
         for _, part in children(node) if type(node) in CONTAINERS and not is_hollow(node) else ():
             if is_tensor(part):
                 todo.append(id(node))

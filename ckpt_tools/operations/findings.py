@@ -198,10 +198,11 @@ def _parametrized(facts: Facts) -> Iterator[_Advised]:
 
 def _arrays(facts: Facts) -> Iterator[_Advised]:
     """Arrays of NumPy's that objects hold: they become tensors with the objects."""
-    if not any("numpy" in name.module or name.module.startswith("dill") for name in facts.checkpoint.globals):
-        return
-    from ckpt_tools.edit.objects.values import as_array
+    from ckpt_tools.edit.objects.values import as_array, is_array
 
+    names = facts.checkpoint.globals
+    if not any(map(is_array, names)) or all(map(is_known, names)):
+        return
     inside: dict[int, int] = {}
     for _, node in walk(facts.checkpoint.root, plain=False, entries=False):
         if type(node) is Object and type(node.function) is Global and not is_known(node.function):
