@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.errors import ConvertError, UsageError
-from ckpt_tools.formats.contents import StateDict, find_optimizers, is_tensor
+from ckpt_tools.formats.contents import StateDict, find_optimizers, is_tensor, split_flat
 from ckpt_tools.tree.names import check_unique, move_metadata
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node
 
@@ -66,6 +66,13 @@ def rename_optimizers(root: Node, rename: Rename) -> int:
     changed = 0
     done: set[int] = set()  # what was renamed before, under another path
     for _, optimizer in find_optimizers(root):
+        if (flat := optimizer.flat) is not None and id(flat) not in done:
+            done.add(id(flat))
+            renamed = {key: _in_flat(key, rename) for key in flat.named}
+            check_unique(renamed)
+            flat.items[:] = [(renamed[str(key)], value) for key, value in flat.items]
+            changed += sum(old != new for old, new in renamed.items())
+            continue
         groups = [group for group in optimizer.groups.items if type(group) is Dict]
         for node in (optimizer.state, *(group.get(key) for group in groups for key in ("param_names", "params"))):
             if id(node) in done or (type(node) is not List and node is not optimizer.state):
@@ -81,6 +88,11 @@ def rename_optimizers(root: Node, rename: Rename) -> int:
                 changed += sum(1 for old, name in zip(node.items, new, strict=True) if old != name)
                 node.items[:] = new
     return changed
+
+
+def _in_flat(key: str, rename: Rename) -> str:
+    kind, name, field = split_flat(key)
+    return f"{kind}.{rename(name)}.{field}"
 
 
 def parse_rename(text: str | tuple[str, str]) -> tuple[re.Pattern[str], str]:

@@ -155,8 +155,11 @@ def find_state_dicts(root: Node) -> list[StateDict]:
 
 
 class Optimizer(NamedTuple):
+    """An optimizer's state dict; `flat` is the dict of a flattened one, whose `state` is worked out of its keys."""
+
     state: Dict
     groups: List
+    flat: Dict | None = None
 
 
 def find_optimizers(root: Node) -> Iterator[tuple[Where, Optimizer]]:
@@ -194,11 +197,38 @@ def is_optimizer(node: Node) -> bool:
 def as_optimizer(node: Node) -> Optimizer | None:
     if type(node) is not Dict:
         return None
+    if _is_flattened(node):
+        states: dict[str, Dict] = {}
+        for key, value in node.named.items():
+            kind, name, field = split_flat(key)
+            if kind == "state":
+                states.setdefault(name, Dict()).items.append((field, value))
+        return Optimizer(Dict([*states.items()]), List(), node)
     groups = node.get("param_groups")
     if type(groups) is not List:
         return None
     state = node.get("state")
     return Optimizer(state, groups) if type(state) is Dict else None
+
+
+_FLAT = ("state.", "param_groups.")
+
+
+def _is_flattened(node: Dict) -> bool:
+    """Whether it is an optimizer as torch's `flatten_optimizer_state_dict` has it: `state.fc.weight.exp_avg` and the like."""
+    kinds = set[str]()
+    for key, _ in node.items:  # the first one decides, mostly
+        if type(key) is not str or not key.startswith(_FLAT):
+            return False
+        kinds.add(key.partition(".")[0])
+    return len(kinds) == len(_FLAT)
+
+
+def split_flat(key: str) -> tuple[str, str, str]:
+    """`state.fc.weight.exp_avg` of a flattened optimizer as its three parts: `state`, `fc.weight`, `exp_avg`."""
+    kind, _, rest = key.partition(".")
+    name, _, field = rest.rpartition(".")
+    return kind, name, field
 
 
 def _is_state_dict(node: Dict, holders: Callable[[], set[int]]) -> bool:

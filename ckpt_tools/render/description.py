@@ -417,16 +417,25 @@ _WORDS = frozenset((
 def optimizer_of(row: dict[str, Any]) -> Where | None:
     """Where the optimizer is whose state a tensor is: `optimizer` of `optimizer.state.3.exp_avg`; None for any other tensor."""
     where: Sequence[str | int] = row["where"]
-    if row["name"] is not None or "state" not in where[:-2]:
+    if row["name"] is not None:
+        return None
+    if _is_flat(last := str(where[-1])):
+        return tuple(where[:-1])
+    if "state" not in where[:-2]:
         return None
     place = where.index("state")
     parameter = where[place + 1]
     numbered = type(parameter) is int or str(parameter).isdecimal()
-    return tuple(where[:place]) if numbered or where[-1] in _WORDS else None
+    return tuple(where[:place]) if numbered or last in _WORDS else None
+
+
+def _is_flat(key: str) -> bool:
+    """Whether it is a key of a flattened optimizer: `state.fc.weight.exp_avg`."""
+    return key.startswith("state.") and key.rpartition(".")[2] in _WORDS
 
 
 def optimizer_text(where: Where, rows: Sequence[dict[str, Any]]) -> str:
     """One line for all states: how many, by which words, and what they take."""
-    words = list(dict.fromkeys(str(row["where"][-1]) for row in rows))
+    words = list(dict.fromkeys(str(row["where"][-1]).rpartition(".")[2] for row in rows))
     size = size_text(sum(row["bytes"] for row in rows))
     return f"{path_text(where)}: {counted(len(rows), 'state')} ({listed(words, 6)}), {size}; --all opens it"
