@@ -149,7 +149,7 @@ def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
     """Every state dict of averaged weights; one inside another counts once."""
     taken: set[Where] = set()
     swapped = type(root) is Dict and "state_dict" in root and (  # which has the averages then, with the trained ones beside it
-        ("averaging_state" in root and "current_model_state" in root) or ("message_hub" in root and "ema_state_dict" in root)
+        ("averaging_state" in root and "current_model_state" in root) or _is_mmengines(root)
     )  # fmt: skip
     for state_dict in find_state_dicts(root):
         where = state_dict.where
@@ -167,6 +167,14 @@ def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
             continue
         taken.add(where)
         yield where, made
+
+
+def _is_mmengines(root: Dict) -> bool:
+    """Whether MMEngine's EMAHook saved a run, which exchanges the two; its averaging model has a buffer `steps`."""
+    averages = root.get("ema_state_dict")
+    names = set(averages.named) if type(averages) is Dict else set()
+    counts = "steps" in names and all(name.startswith(MODULE) for name in names - {"steps"})
+    return bool(names) and (counts or "message_hub" in root)
 
 
 def _averaging(names: Sequence[str]) -> str:

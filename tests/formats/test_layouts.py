@@ -122,6 +122,8 @@ def test_mmengine_swaps_its_averages(tmp_path: Path, classes: Callable[..., type
     assert state_dicts(path) == ["state_dict", "ema_state_dict"]
     assert_same(dict(plain(path, ema=True)), dict(weights(1)))
     assert plain(path, objects="plain")["param_schedulers"] == [{"step": 3}]
+    ckpt_tools.convert(path, tmp_path / "cleaned.pth", drop="message_hub", objects="plain")
+    assert_same(dict(plain(tmp_path / "cleaned.pth", ema=True)), dict(weights(1)))
 
 
 @pytest.mark.parametrize(

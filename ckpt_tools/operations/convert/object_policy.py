@@ -9,14 +9,15 @@ from ckpt_tools.edit.objects.known import WITH_OUTER, is_known, tensor_attribute
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.contents import find_state_dicts, find_tensors
+from ckpt_tools.formats.contents import find_state_dicts, find_tensors, tensors_by_name
 from ckpt_tools.operations.convert.report import Converted, ObjectFate
 from ckpt_tools.operations.safety import danger_in
-from ckpt_tools.text import dotted
+from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree import visit
 from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.modules import is_module
-from ckpt_tools.tree.nodes import Node, Where
+from ckpt_tools.tree.names import unwrap
+from ckpt_tools.tree.nodes import Dict, Node, Where
 
 WRAPPER_CLASSES = ("torch.nn.parallel.data_parallel.DataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 
@@ -47,6 +48,13 @@ def averaged_alone(root: Node, report: Converted) -> tuple[Node, Where]:
         )
         report.note("ema-exchanged", f"{text} are under the plain names, which `drop='ema_*'` takes without `ema`.")
     report.note("ema", f"The averaged weights were in {dotted(where) or 'the root'}.")
+    names = set(tensors_by_name(root)) if type(root) is Dict else set()
+    for state_dict in before:
+        trained = dict.fromkeys(map(unwrap, state_dict.names))
+        if names < trained.keys():
+            more = [repr(name) for name in trained if name not in names]
+            text = f"Tensors of {dotted(state_dict.where)!r} that were not averaged, and are not in OUT: {listed(more, 3)}."
+            report.note("ema-lacks", text)
     return root, where
 
 
