@@ -25,8 +25,9 @@ def average(paths: tuple[str, ...], output: str | None, quiet: bool, json: bool,
     ckpt average epoch_8.pth epoch_9.pth epoch_10.pth mean.pth
     ckpt average a.pth b.pth soup.safetensors --weights 0.7,0.3 --unwrap
 
-    Means are computed in float64 and rounded once to the dtype in the first IN. num_batches_tracked becomes the largest, other
-    integers that differ need --integers. Everything outside the state dict (optimizer, epoch) comes from the first IN.
+    Means are computed in float64 and rounded once; of different float dtypes OUT has the smallest that holds all.
+    num_batches_tracked becomes the largest, other integers that differ need --integers. Everything outside the state dict
+    (optimizer, epoch) comes from the first IN.
 
     Exit code: 0 success, 2 usage, 3 refused, 130 interrupted.
     """

@@ -410,8 +410,9 @@ def widest(dtypes: Sequence[DType]) -> DType:
         return info.max, 1 / info.eps, 1 / info.smallest_normal
 
     least = [max(column) for column in zip(*map(range_of, dtypes), strict=True)]
-    rows = [row for row in DTYPES.values() if row.family == dtypes[0].family and has_numbers(row) and row.packed == 1]
-    able = (row for row in rows if all(map(operator.ge, range_of(row), least)))
+    # of one byte only those that are there: torch says that float8_e5m2fnuz has more digits than it has
+    rows = [row for row in DTYPES.values() if row in dtypes or (row.family == dtypes[0].family and row.bits > 8)]
+    able = (row for row in rows if has_numbers(row) and row.packed == 1 and all(map(operator.ge, range_of(row), least)))
     return min(able, key=lambda row: row.bits)
 
 

@@ -50,6 +50,17 @@ def test_across_containers_layouts_and_dtypes(tmp_path: Path) -> None:
     assert torch.equal(found, (one.t() + 1) / 2)
 
 
+@pytest.mark.parametrize("other", ["float8_e5m2", "float8_e4m3fnuz"])
+def test_no_type_of_one_byte_holds_two_of_them(tmp_path: Path, other: str) -> None:
+    """The mean of two kinds of float8 is float16, with the digits of both."""
+    value = torch.tensor([1.125, 1.0])
+    paths = files(tmp_path, {"a.w": value.to(torch.float8_e4m3fn)}, {"a.w": value.to(getattr(torch, other))})
+    average(paths, tmp_path / "out.pth")
+    found = load(tmp_path / "out.pth")["a.w"]
+    assert found.dtype == torch.float16
+    assert found.tolist() == [(1.125 + float(value.to(getattr(torch, other))[0].float())) / 2, 1.0]
+
+
 def test_what_only_another_input_has(tmp_path: Path) -> None:
     """State dicts and tensors that the first input has none of are in no mean, and said."""
     more = {"model": {"w": torch.ones(1)}, "ema": {"w": torch.ones(1)}, "optimizer": {"m": [torch.ones(1)]}}

@@ -51,7 +51,7 @@ def averaged_alone(root: Node, report: Converted) -> tuple[Node, Where]:
     names = set(tensors_by_name(root)) if type(root) is Dict else set()
     for state_dict in before:
         trained = dict.fromkeys(map(unwrap, state_dict.names))
-        if names < trained.keys():
+        if state_dict.where != where and names < trained.keys():
             more = [repr(name) for name in trained if name not in names]
             text = f"Tensors of {dotted(state_dict.where)!r} that were not averaged, and are not in OUT: {listed(more, 3)}."
             report.note("ema-lacks", text)
