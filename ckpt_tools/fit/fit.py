@@ -21,8 +21,9 @@ from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import between, module_paths
 from ckpt_tools.tree.nodes import Dict, Entry, Node, stored
 from ckpt_tools.tree.parametrized import is_part, part_of
-from ckpt_tools.values.numeric import part, row_major, tensor_bytes, torch_dtype
+from ckpt_tools.values.numeric import part, row_major, tensor_bytes, torch_dtype, view_of
 from ckpt_tools.values.pytorch import need_torch, torch
+from ckpt_tools.values.same_bytes import same_content
 
 # --- tensors of another shape than the target wants
 
@@ -178,6 +179,7 @@ def fit(node: Dict, plan: Plan, wanted: Wanted, choices: Choices) -> Fitted:
         work.resize(old, new, after)
     for name in plan.missing:
         work.initialise(name)
+    work.check_ties()
     choices.reinit.check_used()
     tensors = work.result.tensors
     order = {name: number for number, name in enumerate(wanted.names or tensors)}
@@ -309,6 +311,19 @@ class _Fitting:
             raise MatchError(f"{name!r} is missing, and a plan does not describe it.", fix="Give `like=TARGET` too.")
         blank = blank if shape is None else replace(blank, shape=shape)
         return replace(blank, dtype=like.dtype) if type(like) is Entry else blank
+
+    def check_ties(self) -> None:
+        """One tensor of the target under two names takes one value."""
+        for name, first in self.wanted.ties.items():
+            one, other = self.result.tensors.get(first), self.result.tensors.get(name)
+            if type(one) is not Entry or type(other) is not Entry or view_of(one) == view_of(other):
+                continue
+            if not same_content(row_major(one), row_major(other)):
+                raise ConvertError(
+                    f"{self.wanted.label}.",
+                    why=f"{first!r} and {name!r} are one tensor in it, and two different ones in the checkpoint.",
+                    fix="Untie them in the model, or choose one in the file: ckpt convert --drop.",
+                )
 
     def once(self, name: str, entry: Node, make: Callable[[], Entry]) -> None:
         """A new tensor under a name; what is made for tied names is made once."""

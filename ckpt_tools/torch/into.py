@@ -41,8 +41,7 @@ from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Dict, Entry, as_dict
 from ckpt_tools.tree.options import as_keywords
-from ckpt_tools.values.numeric import row_major, torch_dtype
-from ckpt_tools.values.same_bytes import same_content
+from ckpt_tools.values.numeric import torch_dtype
 
 # --- what `load_into` will do
 
@@ -124,7 +123,7 @@ class Planner:
 
     def _copies(self, fitted: Fitted) -> list[Copy]:
         copies = []
-        taken: dict[object, tuple[str, Entry]] = {}
+        taken = set[object]()
         for name, node in fitted.tensors.items():
             slot = self.slots.tensors[name]
             if type(node) is not Entry:
@@ -138,9 +137,8 @@ class Planner:
                 for _ in chunks(one) if isinstance(one, Deflated) else ():
                     pass
             if slot.place in taken:
-                self._check_same(name, node, *taken[slot.place])
                 continue
-            taken[slot.place] = (name, node)
+            taken.add(slot.place)
             fresh = self.options.assign or slot.tensor.is_meta
             copies.append(Copy(node, slot, None if fresh else slot.tensor))
         for name in fitted.kept_own:
@@ -148,15 +146,6 @@ class Planner:
                 raise ConvertError(f"{name!r} is on the meta device: it has no value of its own to keep.",
                                    fix='Choose another scheme than "target".')  # fmt: skip
         return copies
-
-    def _check_same(self, name: str, node: Entry, first: str, other: Entry) -> None:
-        """One tensor of the model under two names takes one value."""
-        view, seen = ((e.storage, e.offset, e.shape, e.stride) for e in (node, other))
-        if view != seen and not same_content(row_major(node), row_major(other)):
-            raise ConvertError(
-                f"{first!r} and {name!r} are one tensor in the model, and two different ones in {self.checkpoint.path}.",
-                fix="Untie them in the model, or choose one in the file: ckpt convert --drop.",
-            )
 
     def _fill_report(self, matching: Matching, fitted: Fitted, copies: Sequence[Copy]) -> None:
         report = self.report

@@ -147,6 +147,19 @@ def test_ties_are_initialised_once(tmp_path: Path) -> None:
     assert state["a.weight"].data_ptr() == state["b.weight"].data_ptr()
 
 
+def test_two_different_tensors_are_not_one(tmp_path: Path) -> None:
+    """Where the target ties two names, the checkpoint has one tensor for both, or equal ones, or it is refused."""
+    tied = torch.ones(3, 2)
+    target, source, out = {"e": tied, "h": tied}, tmp_path / "in.pth", tmp_path / "out.pth"
+    torch.save({"e": torch.zeros(3, 2), "h": torch.zeros(3, 2)}, source)
+    assert list(convert(target, out, source)) == ["e", "h"]
+    torch.save({"e": torch.zeros(3, 2), "h": torch.ones(3, 2)}, source)
+    with pytest.raises(ConvertError, match="'e' and 'h' are one tensor in it, and two different ones in the checkpoint"):
+        convert(target, out, source, overwrite=True)
+    loaded = convert(target, out, source, drop="h", overwrite=True)
+    assert loaded["h"].data_ptr() == loaded["e"].data_ptr()
+
+
 def test_the_optimizer_is_told(tmp_path: Path) -> None:
     """`param_names` follow; state of tensors that changed is noted."""
     report = ckpt_tools.convert(

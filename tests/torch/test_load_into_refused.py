@@ -84,7 +84,7 @@ def test_tied_in_the_model_and_not_in_the_file(tmp_path: Path) -> None:
     assert ckpt.load_into(TiedNetwork(), tmp_path / "equal.pth")
     state["decoder.weight"] += 1
     torch.save(state, tmp_path / "other.pth")
-    expect_refused(TiedNetwork(), tmp_path / "other.pth", ConvertError, "one tensor in the model, and two different ones")
+    expect_refused(TiedNetwork(), tmp_path / "other.pth", ConvertError, "one tensor in it, and two different ones")
 
 
 class Packed(nn.Module):
