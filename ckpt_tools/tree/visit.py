@@ -23,17 +23,24 @@ def children(node: Node) -> Iterator[tuple[str | int, Node]]:
 
 
 def component(key: Node) -> str | int:
-    """A dict key as a path component: text and small ints as they are, anything else as short text."""
-    if type(key) is str or (type(key) is int and key.bit_length() < 32):
+    """A dict key as a path component: text and numbers of 64 bits as they are, anything else as short text in `<>`."""
+    if type(key) is str or (type(key) is int and key.bit_length() < 64):
         return key
+    return f"<{_key_text(key)}>"
+
+
+_SHOWN_KEY, _SHOWN_PARTS = 100, 8
+
+
+def _key_text(key: Node) -> str:
+    """What tells a key from others: `None`, `1.5`, `('k', 1)`; of long ones the beginning."""
     if type(key) is int:
-        return str(key) if key.bit_length() <= 128 else f"<int of {key.bit_length()} bits>"
-    if type(key) in (float, bool, Global) or key is None:
-        return str(key)[:_SHOWN_KEY]
-    return str(key[:_SHOWN_KEY]) if type(key) is bytes else f"<{type(key).__name__} key>"
-
-
-_SHOWN_KEY = 100
+        return str(key) if key.bit_length() <= 128 else f"int of {key.bit_length()} bits"
+    if type(key) is str or type(key) is bytes:
+        return repr(key[:_SHOWN_KEY])
+    if type(key) is tuple and len(key) <= _SHOWN_PARTS and not any(type(part) is tuple for part in key):
+        return f"({', '.join(map(_key_text, key))})"
+    return str(key)[:_SHOWN_KEY] if type(key) in (float, bool, Global) or key is None else f"{type(key).__name__} key"
 
 
 def _object_children(node: Object) -> Iterator[tuple[str | int, Node]]:

@@ -44,7 +44,7 @@ def made(family: str, place: Path) -> tuple[Path, Path, Path]:
     elif family.startswith("zero"):
         save_zero(source, trained(), int(family[-1]), 3)
     else:
-        shutil.copytree(FIXTURES / family, source, ignore=shutil.ignore_patterns("reference.pth"))
+        shutil.copytree(FIXTURES / family, source, ignore=shutil.ignore_patterns("reference.pth", "params.json"))
     ckpt_tools.convert(source, root / "one.pth")
     whole = torch.load(root / "one.pth", weights_only=True)
     weights = {name.removeprefix("_orig_mod."): value.clone() for name, value in whole.get("model", whole).items()}

@@ -224,7 +224,7 @@ def test_a_run_of_lightning(tmp_path: Path) -> None:
     source = tmp_path / "last.ckpt"
     shutil.copy(GENUINE / "lightning" / "last.ckpt", source)
     rows = ckpt("inspect", source).stdout.partition("info [")[0].splitlines()
-    assert max(map(len, rows[1:])) < 120
+    assert max(map(len, rows[1:])) < 200
     (state_dict,) = ckpt_tools.inspect(source).state_dicts
     assert state_dict["where"] == ["state_dict"]
     finding = ckpt_tools.inspect(source).findings[0]

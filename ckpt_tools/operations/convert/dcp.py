@@ -41,7 +41,7 @@ from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.sources import write_all
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.text import dotted
-from ckpt_tools.tree.nodes import PLAIN, Dict, Entry, List, Node
+from ckpt_tools.tree.nodes import PLAIN, Dict, Entry, Global, List, Node
 from ckpt_tools.tree.visit import component
 from ckpt_tools.values.numeric import row_major, torch_dtype, view_of
 
@@ -160,9 +160,13 @@ def _children(node: Dict | List, found: Items) -> Iterator[tuple[str | int, Node
 
 def _key_text(key: Node) -> str:
     """A key as torch's `_traverse.py` writes it: as Python does, where that is a short text that tells it apart."""
-    if type(key) is tuple and all(type(part) in PLAIN and (type(part) is not int or part.bit_length() <= 128) for part in key):
+    parts = key if type(key) is tuple else (key,)
+    if all(type(part) in _AS_TEXT and (type(part) is not int or part.bit_length() <= 128) for part in parts):
         return str(key)
     return str(component(key))
+
+
+_AS_TEXT = PLAIN | {Global}
 
 
 def _holders(root: Dict) -> set[int]:
