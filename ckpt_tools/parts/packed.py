@@ -82,7 +82,12 @@ def decode(source: Source, head: bytes, wanted: str) -> Checkpoint:
         if wanted not in ("", member):
             raise NotACheckpointError(f"{source.path} is one compressed file, and has no member {wanted!r}.")
         whole.path = _inside(source.path, member)
-        decoded = _read(whole)
+        try:
+            decoded = _read(whole)
+        except NotACheckpointError as error:
+            error.what = f"{source.path} is {kind.called} of something that is not a checkpoint."
+            error.fix = "Unpack it to see what it is."
+            raise
         decoded.packed = Packed(kind.name, member, source, whole, source.path)
         return decoded
 

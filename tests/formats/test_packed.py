@@ -198,9 +198,9 @@ DAMAGED: dict[str, tuple[bytes, type[CkptError], str]] = {
     "bytes behind": (gzip.compress(SAVED) + b"more", DamagedFileError, "4 bytes of something else stand behind"),
     "cut tar": (tar(SAGEMAKER)[:3000], DamagedFileError, "The tar is cut off in its member './model.pth'"),
     "tar with a damaged header": (tar(SAGEMAKER)[:1024].ljust(2048, b"x"), DamagedFileError, "The tar header at byte 1024"),
-    "gzip in gzip": (gzip.compress(gzip.compress(SAVED)), NotACheckpointError, "is a gzip archive, not a checkpoint"),
-    "gzip of text": (gzip.compress(b"hello"), NotACheckpointError, "is not a checkpoint"),
-    "empty gzip": (gzip.compress(b""), NotACheckpointError, "is an empty file"),
+    "gzip in gzip": (gzip.compress(gzip.compress(SAVED)), NotACheckpointError, "of something that is not a checkpoint"),
+    "gzip of text": (gzip.compress(b"hello"), NotACheckpointError, "a gzip archive of something that is not a checkpoint"),
+    "empty gzip": (gzip.compress(b""), NotACheckpointError, "a gzip archive"),
     "empty tar": (tar({"a.txt": b"x"}), NotACheckpointError, "It holds a.txt"),
     "a member that is damaged": (tar({"m.pth": SAVED[:-100]}), DamagedFileError, "m.bin!m.pth"),
 }  # fmt: skip
