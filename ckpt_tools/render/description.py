@@ -419,7 +419,7 @@ def optimizer_of(row: dict[str, Any]) -> Where | None:
     where: Sequence[str | int] = row["where"]
     if row["name"] is not None:
         return None
-    if _is_flat(last := str(where[-1])):
+    if _is_flat(last := str(where[-1]) if where else ""):
         return tuple(where[:-1])
     if "state" not in where[:-2]:
         return None

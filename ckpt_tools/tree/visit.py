@@ -39,7 +39,7 @@ def _key_text(key: Node) -> str:
     if type(key) is str or type(key) is bytes:
         return repr(key[:_SHOWN_KEY])
     if type(key) is tuple and len(key) <= _SHOWN_PARTS and not any(type(part) is tuple for part in key):
-        return f"({', '.join(map(_key_text, key))})"
+        return f"({', '.join(map(_key_text, key))}{',' * (len(key) == 1)})"
     return str(key)[:_SHOWN_KEY] if type(key) in (float, bool, Global) or key is None else f"{type(key).__name__} key"
 
 
