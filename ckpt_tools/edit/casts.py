@@ -53,39 +53,37 @@ def cast_floats(root: Node, target: DType | None, by_glob: Mapping[str, DType]) 
     steps, parts = _steps(root), _parts(root)
     targets = _targets(users, target, steps | parts, by_glob)
     casting = Casting(steps=len(steps - targets.keys()), parts=len(parts - targets.keys()))
-    cast_to: dict[int, DType] = {}
+    made = {
+        storage: _cast_storage(users[storage], kind, casting)
+        for storage, kind in targets.items()
+        if any(entry.dtype is not kind for _, _, entry in users[storage])
+    }
 
-    def change(storage: Storage) -> Storage:
-        made = _cast_storage(storage, users.get(id(storage), []), targets.get(id(storage)), casting)
-        if made is not storage:
-            cast_to[id(made)] = targets[id(storage)]
-        return made
+    def swap(node: Node) -> Node:
+        if type(node) is Storage:
+            return made.get(id(node), node)
+        if type(node) is Entry and id(node.storage) in made:
+            return replace(node, storage=made[id(node.storage)], dtype=targets[id(node.storage)])
+        return node
 
-    def retype(node: Node) -> Node:  # torch's storages of some types (fp8) have none themselves
-        target = cast_to.get(id(node.storage)) if type(node) is Entry else None
-        return replace(node, dtype=target) if type(node) is Entry and target is not None else node
-
-    return exchange.replace(map_storages(root, change), retype), casting
+    return exchange.replace(root, swap), casting
 
 
 _View: TypeAlias = tuple[str, str, Entry]  # path, name in its state dict, entry
 
 
-def _cast_storage(storage: Storage, views: Sequence[_View], target: DType | None, casting: Casting) -> Storage:
-    before = views[0][2].dtype if views else None
-    if before is None or target is None or before is target or before.family != "float":
-        return storage
+def _cast_storage(views: Sequence[_View], target: DType, casting: Casting) -> Storage:
+    path, _, first = views[0]
+    before, storage = first.dtype, first.storage
     if any(entry.dtype is not before for _, _, entry in views):
-        raise ConvertError(f"{views[0][0]!r} shares its storage with a tensor of another dtype; it cannot be cast.")
+        raise ConvertError(f"{path!r} shares its storage with a tensor of another dtype; it cannot be cast.")
     if before.packed > 1 or not before.in_torch:
-        raise ConvertError(
-            f"{views[0][0]!r} is {before.name}, which torch cannot cast.", fix="Name others: `dtype='GLOB=TYPE'`."
-        )
+        raise ConvertError(f"{path!r} is {before.name}, which torch cannot cast.", fix="Name others: `dtype='GLOB=TYPE'`.")
     move = f"{before.name} -> {target.name}"
     casting.moves[move] = casting.moves.get(move, 0) + len(views)
     need_torch("`dtype` casts tensors with it.")
     count = CastCount()
-    casting.counts.append((views[0][0], count))
+    casting.counts.append((path, count))
     content = cast(storage.content, before, target, count)
     return replace(storage, dtype=target if target.storage else None, nbytes=content.length, content=content)
 
@@ -195,8 +193,7 @@ def map_storages(root: Node, change: Callable[[Storage], Storage]) -> Node:
         if type(node) is Storage:
             return new(node)
         if type(node) is Entry and (storage := new(node.storage)) is not node.storage:
-            moved = storage.dtype is not node.storage.dtype and node.storage.dtype is not None
-            return replace(node, storage=storage, dtype=storage.dtype if moved and storage.dtype else node.dtype)
+            return replace(node, storage=storage)
         return node
 
     return exchange.replace(root, swap)

@@ -14,6 +14,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
+from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Clone, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
@@ -67,8 +68,16 @@ def write_one(
     check_space(output.target.parent, output.target, report.bytes, fd=output.fd, written=done)
     write(pieces, output, edits.options.progress, clone)
     found.check_rest()
-    if casting is not None:
-        report.overflowed, report.underflowed, report.saturated, report.nan = casting.lost()
+    report_lost(casting, report, Ranks())
+
+
+def report_lost(casting: Casting | None, report: Converted, ranks: Ranks) -> None:
+    """What the casts of all processes lost."""
+    for lost in ranks.agree(casting.lost) if casting is not None else ():
+        of_all = report.overflowed, report.underflowed, report.saturated, report.nan
+        for counts, found in zip(of_all, lost, strict=True):
+            for name, count in found.items():
+                counts[name] = counts.get(name, 0) + count
 
 
 def records_leaving(root: Node, pieces: Iterable[Piece], checkpoint: Checkpoint, edits: Edits) -> Leaving:
