@@ -47,7 +47,8 @@ from ckpt_tools.tree.nodes import Entry, Node, Object, Storage, contiguous_strid
 from ckpt_tools.tree.options import as_in, as_keywords, option, record
 from ckpt_tools.tree.output_names import Format, check_one_file, output_format
 from ckpt_tools.tree.visit import walk
-from ckpt_tools.values.numeric import CastCount, has_numbers, largest, row_major, view_of, weighted_mean, widest
+from ckpt_tools.values.means import largest, weighted_mean, widest
+from ckpt_tools.values.numeric import CastCount, has_numbers, row_major, view_of
 from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.same_bytes import same_bytes, same_unusual
 

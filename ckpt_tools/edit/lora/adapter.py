@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.edit.casts import to_little_endian
-from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, parse, read_config
+from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, read_config
 from ckpt_tools.edit.lora.names import Part, Role, is_factor, read_name
 from ckpt_tools.edit.selection import only_state_dict
 from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
@@ -74,8 +74,7 @@ class Difference:
 @dataclass(slots=True, eq=False)
 class Adapter:
     path: Path
-    config: Config | None
-    version: tuple[int, int] = (0, 0)
+    config: Config
     tensors: Mapping[str, Entry] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
@@ -107,8 +106,7 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
     tensors = _tensors(checkpoint)
     parts = {name: read_name(name) for name in tensors}
     configs = _configs(checkpoint, [part.module for part in parts.values() if part.role == "down"])
-    config = configs.get("")
-    adapter = Adapter(checkpoint.path, config, config.version if config is not None else (0, 0), tensors)
+    adapter = Adapter(checkpoint.path, configs.get("", Config()), tensors)
     modules: dict[tuple[str, str, int], tuple[Part, _Roles]] = {}
     for name, part in parts.items():
         if part.role is None:
@@ -198,7 +196,7 @@ def _config_of(part: Part, configs: Mapping[str, Config], roles: _Roles, path: s
             why="PEFT keeps lora_alpha there, not with the tensors.",
             fix=f"Put the adapter's {CONFIG} into the same folder.",
         )
-    return config or parse({}, path)
+    return config or Config()
 
 
 def _change(part: Part, roles: _Roles, config: Config, all_grouped: Collection[str], path: str) -> Change:

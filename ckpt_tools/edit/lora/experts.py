@@ -126,7 +126,7 @@ def _turned(change: Change, one: Parameter, ways: set[bool], sure: set[bool], ad
         return next(iter(known))
     if change.grouped and len(one.pieces) > 1:  # a weight of one expert is [out, in]
         return False
-    version = (0, 0) if change.grouped else adapter.version
+    version = (0, 0) if change.grouped else adapter.config.version
     if (0, 0) < version <= _TURNED:
         return True
     if version >= _BY_MODULE and len(one.pieces) > 1:  # transformers' modules that say `is_transposed` are not written so

@@ -177,9 +177,8 @@ class Planning:
         if change.base is not None:
             self.check_replaces(name, change.base)
             self.plans.base_of(name, self.given, change.base)
-        is_twice = change.inner and change.module.endswith("out_proj") and self.adapter.version <= _TWICE
-        mica = self.adapter.config is not None and self.adapter.config.mica
-        narrow = change.embedding or mica or name.endswith(IN_PROJ)
+        is_twice = change.inner and change.module.endswith("out_proj") and self.adapter.config.version <= _TWICE
+        narrow = change.embedding or self.adapter.config.mica or name.endswith(IN_PROJ)
         for is_narrow in (True, False) if is_twice else (narrow,):
             delta = Delta(
                 change.down, change.up, change.scale * self.weight, turned=self.turned.is_turned(change, entry),
@@ -221,7 +220,7 @@ class Planning:
         else:
             name = next((found for way in ways if (found := way(path)) is not None), None)
             module = path.rpartition(".")[0]
-            if name is None or config is None or not (config.saves(path) or (config.ties and last_name(module) in TIED)):
+            if name is None or not (config.saves(path) or (config.ties and last_name(module) in TIED)):
                 raise ConvertError(
                     f"{self.given}: {path!r} has no partner in {base.path}, and is of no module that the adapter saves whole.",
                     why=_OTHER_MODEL,
@@ -232,7 +231,7 @@ class Planning:
         self.plans.own[name] = self.given, entry
 
     def check_saved(self) -> None:
-        for module in self.adapter.config.modules_to_save if self.adapter.config is not None else ():
+        for module in self.adapter.config.modules_to_save:
             inside = f".{module}."
             held = any(inside in f".{name}" for name in (*self.report.saved, *self.report.added))
             if not held and (name := next((name for name in self.base.tensors if inside in f".{name}"), None)) is not None:

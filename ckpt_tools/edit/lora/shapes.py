@@ -51,7 +51,7 @@ class Turned:
     """Which weights are stored as [in, out], as transformers' Conv1D has them: the shape says it, but of square ones."""
 
     def __init__(self, adapter: Adapter, tensors: Mapping[str, Node]) -> None:
-        self.path, self.said = adapter.path, adapter.config is not None and adapter.config.fan_in_fan_out
+        self.path, self.said = adapter.path, adapter.config.fan_in_fan_out
         self.own: set[bool] = set()
         self.known = turned_by_biases(tensors)
 

@@ -19,16 +19,13 @@ _NAMES = frozenset((
     "builtins.str", "builtins.bool", "builtins.bytes", "builtins.bytearray", "builtins.complex", "builtins.range",
     "builtins.slice", "builtins.object", "numpy.core.multiarray.scalar", "numpy.core.multiarray._reconstruct",
     "numpy.core.numeric._frombuffer", "numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct",
-    "numpy._core.numeric._frombuffer",
+    "numpy._core.numeric._frombuffer", "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta",
+    "datetime.timezone", "decimal.Decimal", "fractions.Fraction", "uuid.UUID",
 ))  # fmt: skip
 _NUMPY_TYPES = frozenset((
     "dtype", "ndarray", "generic", "bool", "bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
     "uint64", "float16", "float32", "float64", "complex64", "complex128", "str_", "bytes_", "void", "object_",
     "longlong", "ulonglong", "intc", "uintc", "longdouble", "clongdouble", "datetime64", "timedelta64",
-))  # fmt: skip
-_SIMPLE = frozenset((
-    "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta", "datetime.timezone", "decimal.Decimal",
-    "fractions.Fraction", "uuid.UUID",
 ))  # fmt: skip
 
 
@@ -41,9 +38,7 @@ def is_known(name: Global) -> bool:
         return name.name in _NUMPY_TYPES
     if name.module == "numpy.dtypes":
         return name.name.endswith("DType")
-    if name.module in ("pathlib", "pathlib._local"):
-        return name.name in PATHS
-    return str(name) in _SIMPLE
+    return name.module in ("pathlib", "pathlib._local") and name.name in PATHS
 
 
 def tensor_attributes(root: Node) -> dict[Where, Node]:

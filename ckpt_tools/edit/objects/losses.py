@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import ObjectsError
@@ -103,29 +102,19 @@ def _is_script_object(node: Node) -> bool:
     return type(node) is Object and type(node.function) is Global and node.name.startswith(_SCRIPT_CLASSES)
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """The lost tensors that --drop names, and the globs that did."""
-
-    wheres: Sequence[Where] = ()
-    globs: frozenset[str] = frozenset()
-
-
-_NOT_IN_PLAIN = "They are in objects whose plain form has no place for them."
-
-
-def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = (), *, are_numpys: bool = False) -> Dropped:
-    """Make sure that --drop names every tensor that would be lost, or what it lies in; or every value of NumPy's."""
+def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = (), *, are_numpys: bool = False) -> frozenset[str]:
+    """The globs of --drop that name what would be lost, or what it lies in; ObjectsError unless they name all of it."""
     globs = Globs(drop)
     unnamed = [where for where in lost if not globs.matching(*(dotted(where[:end]) for end in range(1, len(where) + 1)))]
     if unnamed:
-        kind, why, fix = "tensor", _NOT_IN_PLAIN, "torch.load gives them back where their classes are: save a state dict there."
+        kind, why = "tensor", "They are in objects whose plain form has no place for them."
+        fix = "torch.load gives them back where their classes are: save a state dict there."
         if are_numpys:
             kind, why = "value", "torch has no dates, structures, or numbers wider than float64."
             fix = f"Leave it out: `drop={dotted(unnamed[0])!r}`. `objects='keep'` keeps it as it is, in a .pth."
         shown = listed([dotted(where) for where in unnamed], 8)
         raise ObjectsError(f"{tensors_of(path, unnamed, kind)} would be lost: {shown}.", why=why, fix=fix)
-    return Dropped(lost, frozenset(glob for glob in globs if glob not in globs.unused))
+    return frozenset(glob for glob in globs if glob not in globs.unused)
 
 
 def tensors_of(path: str | os.PathLike[str], lost: Sized, kind: str = "tensor") -> str:

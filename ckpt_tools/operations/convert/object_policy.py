@@ -86,9 +86,9 @@ def _drop_lost(
     checkpoint: Checkpoint, lost: Sequence[Where], drop: Sequence[str], report: Converted, *, are_numpys: bool = False
 ) -> frozenset[str]:
     """Tell of the lost tensors that --drop names; returns the globs that do. The others are an error."""
-    dropped = losses.check_lost(checkpoint.path, lost, drop, are_numpys=are_numpys)
-    report.dropped += [(dotted(where), "`drop`") for where in dropped.wheres]
-    return dropped.globs
+    globs = losses.check_lost(checkpoint.path, lost, drop, are_numpys=are_numpys)
+    report.dropped += [(dotted(where), "`drop`") for where in lost]
+    return globs
 
 
 def apply_objects(
