@@ -6,6 +6,7 @@ among those that the contents of the output are worked out of. What is not there
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ckpt_tools.errors import ConvertError
@@ -82,12 +83,15 @@ class _Written:
     """The bytes that are written: contents by identity, and ranges of files."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
-        self.views: set[tuple[object, ...]] = set()
         self.whole: set[int] = set()
         self.ranges: dict[int, list[tuple[int, int]]] = {}
-        for node in nodes:
-            for entry in [node] if type(node) is Entry else _entries(node):
-                self._add(entry)
+        for entry in (entry for node in nodes for entry in _entries(node)):
+            for content in made_of(entry.storage.content):
+                if content is not entry.storage.content or type(content) is not Range:
+                    self.whole.add(id(content))
+                if isinstance(content, Range):
+                    start, end = _span(entry) if content is entry.storage.content else (0, content.length)
+                    self.ranges.setdefault(id(content.source), []).append((content.offset + start, content.offset + end))
         for key, ranges in self.ranges.items():  # those that touch are one
             found: list[tuple[int, int]] = []
             for start, end in sorted(ranges):
@@ -97,15 +101,6 @@ class _Written:
                     found.append((start, end))
             self.ranges[key] = found
 
-    def _add(self, entry: Entry) -> None:
-        for content in made_of(entry.storage.content):
-            self.views.add((id(content), *_view(entry)))
-            if content is not entry.storage.content or type(content) is not Range:
-                self.whole.add(id(content))
-            if isinstance(content, Range):
-                start, end = _span(entry) if content is entry.storage.content else (0, content.length)
-                self.ranges.setdefault(id(content.source), []).append((content.offset + start, content.offset + end))
-
     def hold(self, node: Node) -> bool:
         if type(node) is Entry:
             return self._holds(node)
@@ -113,28 +108,25 @@ class _Written:
 
     def _holds(self, entry: Entry) -> bool:
         content = entry.storage.content
-        if not entry.numel or (id(content), *_view(entry)) in self.views:
+        if not entry.numel:
             return True
         if not isinstance(content, Range):
             return any(id(below) in self.whole for below in made_of(content))
         start, end = _span(entry)
-        found = self.ranges.get(id(content.source), ())
-        return any(first <= content.offset + start and content.offset + end <= last for first, last in found)
+        found = self.ranges.get(id(content.source), [])
+        at = bisect_right(found, content.offset + start, key=lambda row: row[0]) - 1
+        return at >= 0 and content.offset + end <= found[at][1]
 
 
 def _entries(node: Node) -> Iterator[Entry]:
-    """The entries of an unusual tensor; of one that has storages alone each as a run of bytes."""
+    """An entry, or those of an unusual tensor; of one that has storages alone each as a run of bytes."""
     from ckpt_tools.tree.dtypes import UINT8
 
-    for below in reachable(node):
+    for below in [node] if type(node) is Entry else reachable(node):
         if type(below) is Entry:
             yield below
         elif type(below) is Storage:
             yield Entry(below, UINT8, (below.nbytes,), (1,), 0)
-
-
-def _view(entry: Entry) -> tuple[object, ...]:
-    return entry.offset, entry.shape, entry.stride
 
 
 def _span(entry: Entry) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from itertools import islice, takewhile
 from typing import Any
 
 from ckpt_tools.edit.objects import plain
+from ckpt_tools.edit.objects.known import ObjectFate
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.contents import StateDict, find_optimizers, find_state_dicts, find_tensors, is_extra, is_tensor
 from ckpt_tools.formats.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
@@ -26,7 +27,7 @@ class Flat:
     metadata: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
-    fates: list[plain.Fate] = field(default_factory=list)
+    fates: list[ObjectFate] = field(default_factory=list)
 
 
 def set_texts(metadata: dict[str, str], texts: Sequence[tuple[str, str]]) -> None:
@@ -184,8 +185,8 @@ def _values(root: Node, state_dict: StateDict, flat: Flat) -> None:
         )
     for fate in fates:
         index, *below = fate.where
-        where = (*found[index][0], *below) if type(index) is int else fate.where
-        flat.fates.append(plain.Fate(where, fate.name, fate.became))
+        fate.where = [*found[index][0], *below] if type(index) is int else fate.where
+    flat.fates += fates
     texts = _Json()
     for number, node in values.items:  # what was dropped is not there, and told as such
         assert type(number) is int

@@ -42,7 +42,7 @@ def load(path: File, *, map_location: MapLocation = "cpu") -> Any:
         if unknown:
             raise _objects_error(as_path(path), unknown)
         root, fates = plain.make_plain(checkpoint.root)
-        dropped = [(fate.where, fate.name) for fate in fates if fate.became == "dropped"]
+        dropped = [(tuple(fate.where), fate.name) for fate in fates if fate.became == "dropped"]
         if dropped:
             raise _objects_error(as_path(path), dropped)
         return Builder(checkpoint, map_location).build(casts.to_little_endian(root, checkpoint.byteorder))

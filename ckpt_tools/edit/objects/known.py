@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ckpt_tools.errors import ConvertError
@@ -27,6 +28,15 @@ _NUMPY_TYPES = frozenset((
     "uint64", "float16", "float32", "float64", "complex64", "complex128", "str_", "bytes_", "void", "object_",
     "longlong", "ulonglong", "intc", "uintc", "longdouble", "clongdouble", "datetime64", "timedelta64",
 ))  # fmt: skip
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class ObjectFate:
+    """What became of one object: `where` it is, the `name` of its class or function, and what it `became`."""
+
+    where: list[str | int]
+    name: str
+    became: str
 
 
 @lru_cache(maxsize=1024)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpt_tools import limits
-from ckpt_tools.edit.objects.known import WITH_OUTER, is_known
+from ckpt_tools.edit.objects.known import WITH_OUTER, ObjectFate, is_known
 from ckpt_tools.edit.objects.values import (
     Key,
     as_array,
@@ -129,15 +129,6 @@ def is_resolved(name: Global) -> bool:
 _INSIDE: Where = ("<inside an object>",)
 
 
-@dataclass(slots=True, unsafe_hash=True)
-class Fate:
-    """What became of one object: `became` is the kind of plain data, or "dropped"."""
-
-    where: Where
-    name: str
-    became: str
-
-
 def find_unknown(root: Node, places: dict[int, Where] | None = None) -> list[tuple[Where, str]]:
     """Every object and global below `root` that is not known plain data, with its path and its global's name."""
     nodes = [(node, name) for node in visit.reachable(root) if (name := _unknown_name(node)) is not None]
@@ -174,7 +165,7 @@ def _places(root: Node, *, values: bool = False, made: Callable[[], object] = la
     return places
 
 
-def drop_unknown(root: Node) -> tuple[Node, list[Fate]]:
+def drop_unknown(root: Node) -> tuple[Node, list[ObjectFate]]:
     """Leave out every object and global that is not known plain data; a tensor of such a class becomes a plain tensor."""
 
     def swap(node: Node) -> Node | Drop:
@@ -205,7 +196,7 @@ _KEYS = frozenset((type(None), bool, int, float, str))
 
 def make_plain(
     root: Node, *, oldest: bool = False, file_bytes: int = 0, unknown: Iterable[tuple[Where, str]] | None = None
-) -> tuple[Node, list[Fate]]:
+) -> tuple[Node, list[ObjectFate]]:
     """Exchange every object for plain data; what has no plain form is dropped."""
     new, numbers = _New(file_bytes), iter(range(1 << 62))
     places = _places(root, values=oldest, made=_New(file_bytes).add)
@@ -223,10 +214,10 @@ def make_plain(
         return DROP if new is DROP else plain_for_2_4(new, key)
 
     changed = _Keys(root, *((key_for_2_4(swap), _KEYS) if oldest else (swap, _SIMPLE))).changed
-    fates = [Fate(places.get(id(node), _INSIDE), _name(node), _kind(new)) for node, new in changed]
+    fates = [ObjectFate([*places.get(id(node), _INSIDE)], _name(node), _kind(new)) for node, new in changed]
     root, fates = _exchange(root, swap_older if oldest else swap, places, fates, _BYTES if oldest else frozenset())
-    told = {(fate.where, fate.name) for fate in fates} | {(_INSIDE, fate.name) for fate in fates}
-    fates += [Fate(where, name, WITH_OUTER) for where, name in unknown if (where, name) not in told]
+    told = {(where, fate.name) for fate in fates for where in (tuple(fate.where), _INSIDE)}
+    fates += [ObjectFate([*where], name, WITH_OUTER) for where, name in unknown if (where, name) not in told]
     return root, fates
 
 
@@ -243,12 +234,12 @@ class _New:
 
 
 def _exchange(
-    root: Node, swap: Swap, places: dict[int, Where], fates: list[Fate], values: frozenset[type] = frozenset()
-) -> tuple[Node, list[Fate]]:
+    root: Node, swap: Swap, places: dict[int, Where], fates: list[ObjectFate], values: frozenset[type] = frozenset()
+) -> tuple[Node, list[ObjectFate]]:
     def noting(node: Node) -> Node | Drop:
         new = swap(node)
         if new is not node:
-            fates.append(Fate(places.get(id(node), _INSIDE), _name(node), _kind(new)))
+            fates.append(ObjectFate([*places.get(id(node), _INSIDE)], _name(node), _kind(new)))
         return new
 
     return exchange.replace(root, noting, values=values), fates
@@ -292,10 +283,10 @@ def _plain(node: Node, key: Key) -> Node | Drop:
     return plain_object(node, key)
 
 
-def lost_numbers(fates: Iterable[Fate]) -> list[Where]:
+def lost_numbers(fates: Iterable[ObjectFate]) -> list[Where]:
     """Where NumPy's arrays and numbers were that have no plain form: dates, structures, numbers that torch does not have."""
     dropped = (fate for fate in fates if fate.became == "dropped")
-    return [fate.where for fate in dropped if is_of_numbers(Global(*fate.name.rpartition(".")[::2]))]
+    return [tuple(fate.where) for fate in dropped if is_of_numbers(Global(*fate.name.rpartition(".")[::2]))]
 
 
 def newer_dtypes(root: Node) -> list[str]:
@@ -304,7 +295,7 @@ def newer_dtypes(root: Node) -> list[str]:
     return [name for name in found if name in DTYPES and Global("torch", name) not in ALLOWED_2_4]
 
 
-def arrays_as_tensors(root: Node) -> tuple[Node, list[Fate]]:
+def arrays_as_tensors(root: Node) -> tuple[Node, list[ObjectFate]]:
     """Exchange pickled NumPy arrays of numbers for tensors, and nothing else."""
     found = (node for _, node in visit.walk(root, plain=False, entries=False))
     if not any(type(node) is Object and type(node.function) is Global and is_array(node.function) for node in found):

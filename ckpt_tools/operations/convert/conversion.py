@@ -18,7 +18,7 @@ from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Clone, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
-from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
+from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.parts.open import open_whole
 from ckpt_tools.tree.nodes import Node
 
@@ -106,7 +106,7 @@ def report_flat(flat: Flat, report: Converted) -> None:
     report.notes += [Note(code, text) for code, text in flat.notes]
     if flat.aliases:
         report.note("aliases", "ckpt restores tied names from this file; other loaders see only the first of each.")
-    report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
+    report.objects += flat.fates
 
 
 def lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:

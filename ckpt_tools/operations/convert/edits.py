@@ -19,7 +19,7 @@ from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, is_te
 from ckpt_tools.io.sources import Files
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions
-from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
+from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.parts.training import is_state, is_training
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
@@ -102,7 +102,7 @@ class Edits:
             from ckpt_tools.edit.objects.plain import arrays_as_tensors
 
             root, fates = arrays_as_tensors(root)  # it holds nothing else of them
-            report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+            report.objects += fates
         if options.keep or options.drop:
             self._filter(root, used, report)
         if checkpoint.byteorder != "little":

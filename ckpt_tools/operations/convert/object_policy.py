@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from ckpt_tools.edit.objects import losses, plain
-from ckpt_tools.edit.objects.known import WITH_OUTER, is_known, tensor_attributes
+from ckpt_tools.edit.objects.known import WITH_OUTER, ObjectFate, is_known, tensor_attributes
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_state_dicts, find_tensors, tensors_by_name
-from ckpt_tools.operations.convert.report import Converted, ObjectFate
+from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.operations.safety import danger_in
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree import visit
@@ -73,7 +73,7 @@ def weights_alone(
     if slim:
         attributes = tensor_attributes(root)
         root, fates = plain.drop_unknown(root)
-        report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+        report.objects += fates
         _tell_attributes(attributes, root, report, "`slim`")
         for where in every.lost(root):
             why = losses.OUTSIDE if where in unsaved else "`slim`: a tensor outside state dicts"
@@ -142,7 +142,7 @@ def _without_objects(
         root, fates = plain.make_plain(root, oldest=True, file_bytes=checkpoint.file_bytes, unknown=unknown)
     else:
         root, fates = plain.drop_unknown(root)
-    report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+    report.objects += fates
     lost = before.lost(root)
     if policy == "drop":
         _tell_attributes(attributes, root, report, "`objects='drop'`")

@@ -9,6 +9,7 @@ from ckpt_tools.text import Report
 
 if TYPE_CHECKING:
     from ckpt_tools.edit.lora.planning import Merged
+    from ckpt_tools.edit.objects.known import ObjectFate
     from ckpt_tools.fit.retarget import FittedTo
 
 
@@ -23,15 +24,6 @@ class RenamedNames:
     tensors: int
     renamed: int
     examples: list[tuple[str, str]]
-
-
-@dataclass(slots=True, unsafe_hash=True)
-class ObjectFate:
-    """What became of one object: `where` it is, the `name` of its class or function, and what it `became`."""
-
-    where: list[str | int]
-    name: str
-    became: str
 
 
 @dataclass(slots=True, unsafe_hash=True)
