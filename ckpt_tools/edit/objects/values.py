@@ -21,7 +21,8 @@ from ckpt_tools.tree.modules import attributes, is_module, mapping, module_state
 from ckpt_tools.tree.nodes import Build, Dict, Entry, Global, List, Node, Object, array_bytes, contiguous_stride
 
 Key = Callable[[], str]
-Converter = Callable[[Object, Key], Node | Drop]
+# Converters take arguments and states to be of the shape that the class gives them; `plain_object` sees to those of another.
+Converter = Callable[[Any, Key], Node | Drop]
 _PRIMITIVES = frozenset((type(None), bool, int, float, str, bytes))
 _FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
@@ -87,7 +88,8 @@ def _conversion(name: Global) -> Converter | None:
 
 def plain_subclass(node: Object) -> Node | Drop:
     """An unusual tensor without a class that torch does not know."""
-    function, python_type, inner, state = _args(node)
+    args: Any = node.args
+    function, python_type, inner, state = args
     if python_type in ALLOWED and function in ALLOWED:
         return node
     if function in ALLOWED and function != _WRAPPER:
@@ -177,71 +179,42 @@ def _tensor(name: str, shape: tuple[int, ...], data: bytes, key: Key) -> Entry:
 # --- known objects, one converter each
 
 
-def _args(node: Node) -> Any:
-    """The arguments of an object, of the shape that its class gives them; `plain_object` sees to those of another shape."""
-    return node.args if type(node) is Object else None
-
-
-def _path(node: Object, key: Key) -> Node:
-    parts = [part for part in _args(node) if type(part) is str]
+def _path(node: Any, key: Key) -> Node:
+    parts = [part for part in node.args if type(part) is str]
     windows = "Windows" in node.name
     separator = "\\" if windows else "/"
     head, *tail = parts or ["."]
     return head + (separator if tail and not head.endswith(separator) else "") + separator.join(tail)
 
 
-def _items_list(node: Object, key: Key) -> Node:
-    args = _args(node)
-    return List([*(args[0].items if args and type(args[0]) is List else []), *node.appended])
-
-
-def _state(node: Object) -> Any:
-    """The state of an object, of the shape that its class gives it."""
-    return node.state
-
-
-def _attributes_dict(node: Object, key: Key) -> Node:
-    state = attributes(node)
-    return Dict(list(state.items) if state is not None else [])
-
-
-def _as_set(node: Object, key: Key) -> Node:
-    args = _args(node)
-    return Object("reduce", Global("builtins", "set"), (List(list(args[0].items) if args else []),))
-
-
-def _timestamp(node: Object, key: Key) -> Node:
+def _timestamp(node: Any, key: Key) -> Node:
     import datetime
 
     # A known class of the standard library with checked bytes: nothing that the file names is looked up or called.
     kind: Any = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}[node.name.rpartition(".")[2]]
-    data, *zone = _args(node)
+    data, *zone = node.args
     made = kind(data)
     return str((made.replace(tzinfo=_zone(*zone)) if zone else made).isoformat())
 
 
-def _zone(node: Object) -> Any:
+def _zone(node: Any) -> Any:
     """The time zone of a pickled datetime.timezone; ValueError for another class's."""
     import datetime
 
     if node.name != "datetime.timezone":
         raise ValueError("not a fixed time zone")
-    return datetime.timezone(datetime.timedelta(*_args(_args(node)[0])))
+    return datetime.timezone(datetime.timedelta(*node.args[0].args))
 
 
-def _timedelta(node: Object, key: Key) -> Node:
-    days, seconds, microseconds = _args(node)
+def _timedelta(node: Any, key: Key) -> Node:
+    days, seconds, microseconds = node.args
     return float(days * 86400.0 + seconds + microseconds / 1e6)
 
 
-def _uuid(node: Object, key: Key) -> Node:
+def _uuid(node: Any, key: Key) -> Node:
     import uuid
 
-    return str(uuid.UUID(int=_state(node).get("int")))
-
-
-def _range(node: Object, key: Key) -> Node:
-    return f"{node.name.rpartition('.')[2]}({', '.join(map(repr, _numbers(_args(node))))})"
+    return str(uuid.UUID(int=node.state.get("int")))
 
 
 def _numbers(args: Sequence[Node]) -> list[int | None]:
@@ -251,24 +224,22 @@ def _numbers(args: Sequence[Node]) -> list[int | None]:
     return numbers
 
 
-def _member(node: Object, key: Key) -> Node | Drop:
+def _member(node: Any, key: Key) -> Node | Drop:
     """`getattr(class, name)`: how some Pythons pickle an enum member."""
-    owner, name = _args(node)
+    owner, name = node.args
     return name if type(owner) is Global and type(name) is str else DROP
 
 
-def _fraction(node: Object, key: Key) -> Node | Drop:
-    args = _args(node)
-    return "/".join(map(str, _numbers(args))) if len(args) == 2 else _text_argument(node, key)
+def _fraction(node: Any, key: Key) -> Node | Drop:
+    return "/".join(map(str, _numbers(node.args))) if len(node.args) == 2 else _text_argument(node, key)
 
 
-def _text_argument(node: Object, key: Key) -> Node | Drop:
-    text = _args(node)[0]
-    return text if type(text) is str else DROP
+def _text_argument(node: Any, key: Key) -> Node | Drop:
+    return node.args[0] if type(node.args[0]) is str else DROP
 
 
-def _numpy_scalar(node: Object, key: Key) -> Node:
-    kind, data = _args(node)
+def _numpy_scalar(node: Any, key: Key) -> Node:
+    kind, data = node.args
     code, order = _numpy_type(kind)
     if code == "b1":
         return bool(data != b"\0")
@@ -286,9 +257,10 @@ _STRUCT = {
 }  # fmt: skip
 
 
-def _numpy_type(node: Node) -> tuple[str, str]:
+def _numpy_type(node: Any) -> tuple[str, str]:
     """The code ("f8") and byte order ("<" or ">") of a pickled numpy.dtype."""
-    if type(node) is not Object or node.name != "numpy.dtype" or type(code := _args(node)[0]) is not str:
+    args: Any = node.args if type(node) is Object and node.name == "numpy.dtype" else (None,)
+    if type(code := args[0]) is not str:
         raise ValueError("not a numpy dtype")
     if len(node.steps) > 1:
         raise ValueError("a dtype that is another one later")
@@ -296,28 +268,28 @@ def _numpy_type(node: Node) -> tuple[str, str]:
     return code, ">" if order == ">" else "<"
 
 
-def _numpy_array(node: Object, key: Key) -> Node:
-    _, shape, kind, fortran, data = _state(node)
+def _numpy_array(node: Any, key: Key) -> Node:
+    _, shape, kind, fortran, data = node.state
     return _array(shape, kind, fortran, data, key)
 
 
-def _numpy_frombuffer(node: Object, key: Key) -> Node:
-    buffer, kind, shape, order = _args(node)
-    data = _args(buffer)[0] if type(buffer) is Object else buffer
-    return _array(shape, kind, order == "F", data, key)
+def _numpy_frombuffer(node: Any, key: Key) -> Node:
+    buffer, kind, shape, order = node.args
+    made_of: Any = buffer.args if type(buffer) is Object else (buffer,)
+    return _array(shape, kind, order == "F", made_of[0], key)
 
 
-def _masked_array(node: Object, key: Key) -> Node:
+def _masked_array(node: Any, key: Key) -> Node:
     """A masked array: its numbers, which of them are masked, and what stands for those."""
-    _, shape, kind, fortran, data, mask, fill = _state(node)
+    _, shape, kind, fortran, data, mask, fill = node.state
     masked = Object("reduce", Global("numpy", "dtype"), ("b1", False, True))
     pairs = [("data", _array(shape, kind, fortran, data, key)), ("mask", _array(shape, masked, fortran, mask, key))]
     return Dict([*pairs, ("fill_value", fill)])
 
 
-def _dills_array(node: Object, key: Key) -> Node:
+def _dills_array(node: Any, key: Key) -> Node:
     """An array as dill pickles it: what makes it, with what, its state, and the attributes of a subclass."""
-    made, args, state, attributes_ = _args(node)
+    made, args, state, attributes_ = node.args
     array = Object("reduce", made, args)
     array.steps.append(Build(state))
     if attributes_ or type(made) is not Global or _conversion(made) is not _numpy_array:
@@ -362,17 +334,31 @@ def _text_array(shape: Any, code: str, order: str, fortran: Any, data: Any) -> N
     return List(cells) if shape else cells[0]
 
 
+def _items(args: Any) -> list[Node]:
+    """The items of the list that a collection is made from; of none without."""
+    return list(args[0].items) if args and type(args[0]) is List else []
+
+
 _ARRAYS = (_numpy_array, _numpy_frombuffer, _masked_array, _dills_array)
 _CONVERSIONS: dict[str, Converter] = {
-    **dict.fromkeys(("argparse.Namespace", "types.SimpleNamespace"), _attributes_dict),
+    **dict.fromkeys(
+        ("argparse.Namespace", "types.SimpleNamespace"),
+        lambda node, _: Dict(list(state.items) if (state := attributes(node)) is not None else []),
+    ),
     **dict.fromkeys(("collections.defaultdict", "builtins.dict"), lambda node, _: Dict(mapping(node))),
-    **dict.fromkeys(("builtins.frozenset", "builtins.set"), _as_set),
-    **dict.fromkeys(("collections.deque", "builtins.list"), _items_list),
+    **dict.fromkeys(
+        ("builtins.frozenset", "builtins.set"),
+        lambda node, _: Object("reduce", Global("builtins", "set"), (List(list(node.args[0].items) if node.args else []),)),
+    ),
+    **dict.fromkeys(("collections.deque", "builtins.list"), lambda node, _: List([*_items(node.args), *node.appended])),
     **dict.fromkeys(("datetime.datetime", "datetime.date", "datetime.time"), _timestamp),
     "datetime.timedelta": _timedelta,
     "datetime.timezone": lambda node, _: str(_zone(node)),
     "uuid.UUID": _uuid,
-    **dict.fromkeys(("builtins.range", "builtins.slice"), _range),
+    **dict.fromkeys(
+        ("builtins.range", "builtins.slice"),
+        lambda node, _: f"{node.name.rpartition('.')[2]}({', '.join(map(repr, _numbers(node.args)))})",
+    ),
     "builtins.getattr": _member,
     "numpy.dtype": lambda node, _: BY_NUMPY[code].name if (code := _numpy_type(node)[0]) in BY_NUMPY else code,
     "decimal.Decimal": _text_argument,

@@ -28,21 +28,12 @@ class Dequantised:
 
 def dequantise(root: Node, target: DType, config: Config) -> Dequantised:
     """Exchange every quantised tensor of every state dict for a plain one of this dtype, in place."""
-    state_dicts = list({id(state_dict.node): state_dict for state_dict in find_state_dicts(root)}.values())
-    found = [find(state_dict.node) for state_dict in state_dicts]
-    for one in found:
-        if one.problems:
-            raise one.problems[0]
-    if not any(one.quantised for one in found):
+    done = as_meant(root, config, target, strict=True)
+    if not done.tensors:
         raise NothingMatchedError(
             "There is no quantised weight.", why="No tensor has codes with a scale beside them.",
             fix="ckpt inspect --all FILE lists the names; leave `dequantize` out for plain weights.",
         )  # fmt: skip
-    need_torch("`dequantize` works numbers out with it.")
-    done, maker = Dequantised(), _Maker(target, config)
-    made = [{name: maker.entry(tensor) for name, tensor in one.quantised.items()} for one in found]
-    for state_dict, one, entries in zip(state_dicts, found, made, strict=True):
-        _exchange(state_dict, list(one.quantised.values()), entries, one.beside, maker, done)
     return done
 
 
@@ -66,19 +57,32 @@ def _exchange(
     done.left_out += [((*where, name), why) for name, why in beside.items()]
 
 
-def as_meant(root: Node, config: Config, *, parts: bool = False) -> Dequantised:
-    """Exchange every quantised tensor for what its numbers mean, in fp32 and in place; what is not whole stays as it is."""
-    done, maker = Dequantised(), _Maker(DTYPES["float32"], config)
+def as_meant(
+    root: Node, config: Config, target: DType = DTYPES["float32"], *, strict: bool = False, parts: bool = False
+) -> Dequantised:
+    """Exchange every quantised tensor for what its numbers mean, in place.
+
+    What is not whole stays as it is, and is told; with `strict` it is an error, and what is beside quantised weights goes. With
+    `parts` those stay too.
+    """
+    done, maker = Dequantised(), _Maker(target, config)
     for state_dict in {id(state_dict.node): state_dict for state_dict in find_state_dicts(root)}.values():
         one, entries = find(state_dict.node), dict[str, Entry]()
+        if strict and one.problems:
+            raise one.problems[0]
         done.problems += [problem.what for problem in one.problems]
+        if strict and one.quantised:
+            need_torch("`dequantize` works numbers out with it.")
         for name, tensor in one.quantised.items():
             try:
                 entries[name] = maker.entry(tensor)
             except ConvertError as error:
+                if strict:
+                    raise
                 done.problems.append(error.what)
         kept = [(name, node) for name, node in state_dict.node.items if parts and name not in entries]
-        _exchange(state_dict, [one.quantised[name] for name in entries], entries, {}, maker, done)
+        tensors = [one.quantised[name] for name in entries]
+        _exchange(state_dict, tensors, entries, one.beside if strict else {}, maker, done)
         there = {name for name, _ in state_dict.node.items}
         state_dict.node.items += [pair for pair in kept if pair[0] not in there]
     return done
