@@ -18,8 +18,9 @@ from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, MissingPackageError, ObjectsError
 from ckpt_tools.io.content import Joined, Late, Piece, Range, chunks
 from ckpt_tools.io.source import Source
-from ckpt_tools.operations.convert.conversion import CONTAINERS, open_input, plan
+from ckpt_tools.operations.convert.conversion import CONTAINERS, plan
 from ckpt_tools.operations.convert.edits import Edits
+from ckpt_tools.operations.convert.inputs import open_input
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.render.converted import print_converted

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.io.source import File, as_path
-from ckpt_tools.operations.convert.conversion import open_input
 from ckpt_tools.operations.convert.edits import Edits
+from ckpt_tools.operations.convert.inputs import open_input
 from ckpt_tools.operations.convert.options import ConvertOptions, ObjectsPolicy, SaveOptions
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.operations.convert.run import convert_with

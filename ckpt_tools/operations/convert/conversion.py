@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit.checksums import Leaving, leaving
-from ckpt_tools.errors import PartError
 from ckpt_tools.formats import zip_writer
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
@@ -17,9 +16,8 @@ from ckpt_tools.io.output import Output, check_space
 from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Clone, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
-from ckpt_tools.operations.convert.options import ConvertOptions
+from ckpt_tools.operations.convert.inputs import open_input
 from ckpt_tools.operations.convert.report import Converted, Note
-from ckpt_tools.parts.open import open_whole
 from ckpt_tools.tree.nodes import Node
 
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors", "dcp": "dcp", "gguf": "gguf"}
@@ -85,19 +83,6 @@ def records_leaving(root: Node, pieces: Iterable[Piece], checkpoint: Checkpoint,
     if edits.options.no_verify:
         return Leaving(())
     return leaving(root, pieces, keeps=edits.kind == "pth" and checkpoint.has_checksums)
-
-
-def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Checkpoint:
-    """Open what is to be converted."""
-    try:
-        return open_whole(source, partial=options.partial)
-    except PartError as error:
-        if error.rest and not options.partial:
-            from ckpt_tools.parts.open import partial_at
-
-            if partial_at(source) is not None:
-                error.fix = f"{error.fix} `partial=True` writes what is whole and lists the rest.".lstrip()
-        raise
 
 
 def report_flat(flat: Flat, report: Converted) -> None:

@@ -9,21 +9,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt_tools.edit import renaming
 from ckpt_tools.edit.account import Account, tensors_in
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.errors import ConvertError, NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, is_tensor, tensors_by_name, tensors_outside
-from ckpt_tools.io.sources import Files
+from ckpt_tools.operations.convert.inputs import begin
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note
-from ckpt_tools.parts.training import is_state, is_training
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
-from ckpt_tools.tree.findings import may_be_of_several
 from ckpt_tools.tree.modules import is_lightning
 from ckpt_tools.tree.nodes import Dict, Global, Node, Object
 from ckpt_tools.tree.visit import reachable
@@ -92,7 +89,7 @@ class Edits:
     def apply(self, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> Edited:
         """Edit the tree and tell the report; `stack` gets what must stay open until the bytes are written."""
         options, account = self.options, self.account
-        ties = _begin(checkpoint, report, self.kind == "dcp" or bool(options.shard_size))
+        ties = begin(checkpoint, report, self.kind == "dcp" or bool(options.shard_size))
         report.dropped += [(key, f"`set_metadata='{key}='`") for key, text in self.texts if not text]
         if found := [repr(key) for key, text in self.texts if text]:
             report.note("metadata-set", f"Metadata: {listed(found)} set.")
@@ -304,24 +301,6 @@ def _under(key: str, root: Node) -> Node:
     return Dict([(key, root)])
 
 
-def _begin(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> dict[str, str]:
-    """Find the bytes, tell what is odd about the input, tie what its metadata says is tied; the ties."""
-    checkpoint.locate()
-    report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
-    # That the input is one file of several, and how all of them are named
-    if may_be_of_several(checkpoint.path.name):
-        from ckpt_tools.operations.in_folders import alone
-
-        if (found := alone(checkpoint)) is not None:
-            report.note(found.code, f"The input is {found.found}. {found.fix}")
-    _note_beside(checkpoint, report, into_folder)
-    ties = renaming.restore_named_ties(checkpoint.root, checkpoint.metadata)
-    if ties:
-        names = ", ".join(f"{name} = {kept}" for name, kept in ties.items())
-        report.note("ties-restored", f"Tied names put back from the metadata: {names}.")
-    return ties
-
-
 def _fit(
     root: Node, retargeting: Retargeting, report: Converted, stack: ExitStack, whole: Checkpoint, account: Account
 ) -> None:  # fmt: skip
@@ -358,26 +337,7 @@ def _note_folded(rows: Sequence[Parametrized], root: Node, report: Converted) ->
         from ckpt_tools.edit.parametrized import told_fold
 
         report.notes += [Note(code, text) for code, text in told_fold(rows)]
-        if (state := next((dotted(where) for where, _ in find_optimizers(root)), None)) is not None:
-            text = f"The state in {state} belongs to the parts of the weights; leave it out: `drop={state!r}`"
-            report.note("optimizer-of-old-tensors", text)
-
-
-def _note_beside(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> None:
-    """A folder is one checkpoint; others in it, the state of an optimizer for example, are not converted with it."""
-    if not os.path.isdir(report.source):
-        return
-    from ckpt_tools.operations.in_folders import find_checkpoints
-
-    source = checkpoint.source
-    folder = source.path if source.path.is_dir() else source.path.parent  # of a run that of the step which is read
-    own = {folder, source.folder if isinstance(source, Files) else source.path}  # of several steps, that which is read
-    names = [str(path.relative_to(folder)) for path in find_checkpoints(folder).checkpoints if path not in own]
-    state = [name for name in names if is_state(name)] if is_training(folder) else []
-    if state and not into_folder:  # where it comes along, or stays by name
-        report.note("training-state", f"{folder} also has the state of the training, which stays there: {listed(state)}.")
-    if others := [name for name in names if name not in state]:
-        report.note("others-beside", f"{folder} also has other checkpoints, which were not converted: {listed(others)}.")
+        _note_optimizer(root, "the parts of the weights", report)
 
 
 def _leave_attributes(root: Node, container: str, policy: str | None, report: Converted) -> None:
@@ -410,7 +370,11 @@ def merge(
     report.notes += [Note(code, text) for code, text in merging.notes]
     account.leave_out(merging.taken_in)
     root = merging.apply()
-    if (state := next((dotted(where) for where, _ in find_optimizers(root)), None)) is not None:
-        text = f"The state in {state} belongs to the weights as they were; leave it out: `drop={state!r}`"
-        report.note("optimizer-of-old-tensors", text)
+    _note_optimizer(root, "the weights as they were", report)
     return root
+
+
+def _note_optimizer(root: Node, old: str, report: Converted) -> None:
+    if (state := next((dotted(where) for where, _ in find_optimizers(root)), None)) is not None:
+        text = f"The state in {state} belongs to {old}; leave it out: `drop={state!r}`"
+        report.note("optimizer-of-old-tensors", text)

@@ -27,8 +27,9 @@ from ckpt_tools.io.temporaries import Inputs
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert import companions
 from ckpt_tools.operations.convert.companions import Companions, say_plain
-from ckpt_tools.operations.convert.conversion import open_input, records_leaving, report_flat, report_lost
+from ckpt_tools.operations.convert.conversion import records_leaving, report_flat, report_lost
 from ckpt_tools.operations.convert.edits import Edited, Edits
+from ckpt_tools.operations.convert.inputs import open_input
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.parts import sharded

@@ -139,7 +139,7 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
     if is_address(path):
         raise OutputError(f"{path} is not on this machine.", why="Only local files are edited in place.", fix="Name an OUT.")
     started, asked = time.perf_counter(), ConvertOptions(**options.asked(), overwrite=True)
-    from ckpt_tools.operations.convert.conversion import open_input
+    from ckpt_tools.operations.convert.inputs import open_input
 
     with open_input(path, asked) as checkpoint:
         source, kind = checkpoint.source, _FORMATS.get(checkpoint.container)
