@@ -282,9 +282,6 @@ class Merging:
         replaced = [node for name in self.own if (node := self.base.tensors.get(name)) is not None]
         return [*replaced, *(row.entry for row in self.weights.values() if row.own is not None), *self.equal_bases]
 
-    def plan(self, adapter: Adapter, given: str, weight: float) -> Merged:
-        return Planning(self, adapter, given, weight).run()
-
     def note(self, code: str, text: str) -> None:
         self.notes.append((code, text))
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.contents import find_tensors
 from ckpt_tools.pickling.weights_only import ALLOWED, is_newer_dtype
-from ckpt_tools.text import dotted, some
 from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Where
 
 PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
@@ -61,12 +59,3 @@ def tensor_attributes(root: Node) -> dict[Where, Node]:
         for part in state if type(state) is tuple else (state,):  # a pair where the class has __slots__
             found.update(((*tensor.where, str(name)), value) for name, value in (part.items if type(part) is Dict else ()))
     return found
-
-
-def check_no_tensors(attributes: dict[Where, Node], container: str) -> None:
-    """Raise ConvertError where attributes hold tensors, which an output of this container would lose."""
-    if lost := [dotted(where) for where, value in attributes.items() if next(find_tensors(value), None) is not None]:
-        raise ConvertError(
-            f"{container} cannot store attributes of tensors, and {some(lost)} contain tensors.",
-            fix="Leave them out with `objects='drop'`, or write a .pth, which keeps them.",
-        )

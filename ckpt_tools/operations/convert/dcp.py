@@ -91,7 +91,7 @@ def collect(root: Node, file_bytes: int = 0) -> Items:
                 fix="Write a .pth, which keeps the numbers.",
             )
         found.states += len(numbers)
-    names: dict[str, Path] = {}
+    names: set[str] = set()
     first: dict[tuple[int, str], str] = {}
     for path, node in _leaves(root, found, limits.NODES.most(file_bytes) // limits.LISTED):
         name = dotted(path)
@@ -99,7 +99,7 @@ def collect(root: Node, file_bytes: int = 0) -> Items:
             raise ConvertError(
                 f"Two places of the checkpoint have the name {name!r} in a distributed one.", fix="Rename one: `rename`."
             )
-        names[name] = path
+        names.add(name)
         item = _item(name, path, node)
         if item.entry is not None and item.entry.nbytes:
             holder = first.setdefault(view_of(item.entry), name)

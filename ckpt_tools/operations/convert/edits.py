@@ -10,16 +10,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit.account import Account, tensors_in
-from ckpt_tools.edit.objects.known import is_known
+from ckpt_tools.edit.objects.known import is_known, tensor_attributes
 from ckpt_tools.errors import ConvertError, NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, is_tensor, tensors_by_name, tensors_outside
+from ckpt_tools.formats.contents import (
+    find_optimizers,
+    find_state_dicts,
+    find_tensors,
+    is_tensor,
+    tensors_by_name,
+    tensors_outside,
+)
 from ckpt_tools.operations.convert.inputs import begin
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note
-from ckpt_tools.text import dotted, listed
+from ckpt_tools.text import dotted, listed, some
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.modules import is_lightning
 from ckpt_tools.tree.nodes import Dict, Global, Node, Object
@@ -342,11 +349,13 @@ def _note_folded(rows: Sequence[Parametrized], root: Node, report: Converted) ->
 
 def _leave_attributes(root: Node, container: str, policy: str | None, report: Converted) -> None:
     """Tell which attributes of tensors a container without a place for them leaves out."""
-    from ckpt_tools.edit.objects.known import check_no_tensors, tensor_attributes
-
     found = tensor_attributes(root)
-    if policy != "drop":
-        check_no_tensors(found, container)
+    lost = [dotted(where) for where, value in found.items() if next(find_tensors(value), None) is not None]
+    if lost and policy != "drop":
+        raise ConvertError(
+            f"{container} cannot store attributes of tensors, and {some(lost)} contain tensors.",
+            fix="Leave them out with `objects='drop'`, or write a .pth, which keeps them.",
+        )
     report.dropped += [(dotted(where), f"an attribute of a tensor; {container} cannot store it") for where in found]
 
 
@@ -355,13 +364,13 @@ def merge(
 ) -> Node:
     """Merge adapters one after the other, and tell; `stack` keeps them open until the bytes are written."""
     from ckpt_tools.edit.lora.adapter import opened
-    from ckpt_tools.edit.lora.planning import Merging
+    from ckpt_tools.edit.lora.planning import Merging, Planning
     from ckpt_tools.edit.selection import only_state_dict
 
     merging = Merging(root, only_state_dict(root, report.source), report.source)
     for path, weight in adapters:
         adapter = stack.enter_context(opened(path))
-        report.merged.append(merging.plan(adapter, str(path), weight))
+        report.merged.append(Planning(merging, adapter, str(path), weight).run())
         account.open(str(path), Dict([*adapter.tensors.items()]))
         account.leave_out(node for name, node in adapter.tensors.items() if name.endswith(".alpha"))
         if weight != 1 and (whole := report.merged[-1].saved + report.merged[-1].added):
