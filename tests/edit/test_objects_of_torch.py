@@ -201,6 +201,7 @@ def unusual() -> dict[str, torch.Tensor]:
             "sparse_csc": dense.to_sparse_csc(),
             "quantized": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
             "per_channel": torch.quantize_per_channel(dense, torch.tensor([0.1, 0.2, 0.3]), torch.zeros(3), 0, torch.quint8),
+            "quantized_4_bits": torch.quantize_per_channel(dense, torch.ones(3), torch.zeros(3), 0, torch.quint4x2),
             "nested": torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)]),
             "complex32": torch.ones(2, dtype=torch.complex32),
         }
