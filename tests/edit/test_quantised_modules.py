@@ -59,6 +59,30 @@ def test_plain_weights_are_those_of_the_state_dict(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_convolution_and_an_embedding(tmp_path: Path) -> None:
+    """The scale of a convolution's output is no part of its weight; an embedding's packed weight gets its own name."""
+    from torch import nn
+    from torch.ao import quantization
+
+    torch.manual_seed(0)
+    conv: Any = nn.Sequential(quantization.QuantStub(), nn.Conv2d(3, 4, 3)).eval()
+    embedding: Any = nn.Sequential(nn.EmbeddingBag(5, 4))
+    conv.qconfig, embedding[0].qconfig = (
+        quantization.get_default_qconfig("fbgemm"),
+        quantization.float_qparams_weight_only_qconfig,
+    )
+    quantization.prepare(conv, inplace=True)(torch.randn(2, 3, 8, 8))
+    quantization.prepare(embedding, inplace=True)
+    for model, name in ((conv, "1.weight"), (embedding, "0.weight")):
+        made = quantization.convert(model)  # the memory of its weights is the model's
+        state = made.state_dict()
+        torch.save(state, tmp_path / "in.pth")
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.safetensors", dequantize="fp32", overwrite=True)
+        weight = next(value for value in state.values() if isinstance(value, torch.Tensor) and value.is_quantized)
+        assert torch.equal(load_file(tmp_path / "out.safetensors")[name], weight.dequantize())
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_several_layers_and_fused_ones(tmp_path: Path) -> None:
     """Two linear layers, one of them under two names, and a fused one: the plain form is the model's own state dict."""
     from torch import nn

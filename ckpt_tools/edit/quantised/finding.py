@@ -13,7 +13,7 @@ from ckpt_tools.edit.quantised.config import Config, read_config
 from ckpt_tools.edit.quantised.fp4 import marked, match_fp4, match_mxfp4
 from ckpt_tools.edit.quantised.grouped import match_grouped
 from ckpt_tools.edit.quantised.mlx import match_mlx
-from ckpt_tools.edit.quantised.of_torch import read_packed, read_qtensor
+from ckpt_tools.edit.quantised.of_torch import read_packed
 from ckpt_tools.edit.quantised.packed import match_packed
 from ckpt_tools.edit.quantised.parts import Part, Quantised, by_plain_name, roles_of
 from ckpt_tools.edit.quantised.quanto import match_quanto
@@ -75,13 +75,13 @@ def _read_object(key: str, node: Node, state_dict: Dict, found: Found) -> None:
     if type(node) is Object and node.name == "torch.ScriptObject":
         why = "ckpt reads linear layers that torch has quantised, and tensors."
         raise ConvertError(f"{key!r} has packed weights of torch, which are not read.", why=why)
-    if (packed := read_packed(key, node, state_dict)) is not None:
+    if type(node) is Object and (tensor := read_subclass(key, node)) is not None:
+        found.quantised[key] = tensor
+    elif (packed := read_packed(key, node, state_dict)) is not None:
         found.quantised[packed.name] = packed
         path = packed.name.removesuffix(".weight")  # beside it are the dtype, and the scale of the output
         beside = (f"{path}.{ending}" for ending in ("_packed_params.dtype", "scale", "zero_point"))
         found.beside |= {name: "of quantised activations" for name in beside if name in state_dict}
-    elif type(node) is Object and (tensor := read_qtensor(key, node, key) or read_subclass(key, node)) is not None:
-        found.quantised[key] = tensor
 
 
 def _match(name: str, roles: Mapping[str, list[Part]], found: Found) -> None:

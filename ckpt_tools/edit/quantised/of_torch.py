@@ -18,13 +18,19 @@ from ckpt_tools.pickling.torch_objects import rebuild_tensor_v2, unusual_tensor
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Object, stored
 
-PACKED = "._packed_params._packed_params"
+PACKED, _EMBEDDING = "._packed_params._packed_params", "._packed_params._packed_weight"
 _CODES = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 _FORMATS = {"int64": "q", "float64": "d"}
 
 
 def read_packed(key: str, node: Node, state_dict: Dict) -> Quantised | None:
-    """The weight and the bias of a linear layer, where a state dict has both in one pair."""
+    """A quantised tensor under its name, that of an embedding; the weight and the bias of a linear layer, which are a pair."""
+    if type(node) is Object:
+        path = key.removesuffix(_EMBEDDING)
+        name = f"{path}.weight" if path != key else key
+        if path != key and name in state_dict:
+            raise ConvertError(f"{key!r} would become {name!r}, which is there, too.")
+        return read_qtensor(key, node, name)
     if not key.endswith(PACKED) or type(node) is not tuple or len(node) != 2 or type(node[0]) is not Object:
         return None
     path, bias = key.removesuffix(PACKED), node[1]
