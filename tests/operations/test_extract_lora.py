@@ -128,6 +128,15 @@ def test_a_bias_among_layers_without(tmp_path: Path) -> None:
     torch.testing.assert_close(merged(paths, tmp_path), tuned)
 
 
+def test_names_that_end_alike(tmp_path: Path) -> None:
+    """PEFT takes every module whose name ends as one that is saved whole for such a one, so all of them are there."""
+    base = {"out.weight": torch.zeros(3, 2), **{f"{at}norm.weight": torch.ones(2) for at in ("", "blocks.0.", "pre")}}
+    tuned = {**base, "out.weight": torch.ones(3, 2), "norm.weight": torch.zeros(2)}
+    paths = saved(tmp_path, base, tuned)
+    assert ckpt_tools.extract_lora(paths, tmp_path / "out", rank=1).saved == ["norm", "blocks.0.norm", "prenorm"]
+    assert torch.equal(merged(paths, tmp_path)["norm.weight"], torch.zeros(2))
+
+
 def test_smaller_sides_have_smaller_ranks(tmp_path: Path) -> None:
     """A weight whose smaller side is below the rank has that for its rank, and the configuration says so."""
     base = {"x.a.weight": torch.zeros(2, 9), "x.b.weight": torch.zeros(9, 8), "y.b.weight": torch.zeros(3, 3)}

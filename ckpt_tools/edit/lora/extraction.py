@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.edit.lora.shapes import is_embedding, is_oblong, last_name, turned_by_biases
 from ckpt_tools.errors import ConvertError
+from ckpt_tools.text import listed
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Entry, Node
 from ckpt_tools.values.numeric import view_of
@@ -16,6 +17,7 @@ _FLOATS = ("float32", "float16", "bfloat16", "float64")
 # Why a module is held whole
 _NO_MATRIX = "factors are for matrices and kernels of floats, of one shape in both models"
 _SQUARE = "it is square, and the file does not tell whether it is stored as [out, in] or [in, out]"
+_ALIKE = "its name ends as that of another module that is held whole: PEFT finds those by the ends of names"
 _BIASES = "its bias differs, and other layers have none: PEFT's lora_bias is for all layers or none"
 
 
@@ -67,6 +69,7 @@ class Extraction:
                 self._hold(module, row, _SQUARE)
         self.factored = {module: row for module, row in self.factored.items() if module not in self.saved}
         self._take_biases([module for module in biases if module in self.factored])
+        self._hold_alike()
 
     def _changed(self) -> dict[str, Changed]:
         """The tensors that differ; of tied ones the first name, since a merge adds to all what it adds to one."""
@@ -107,6 +110,21 @@ class Extraction:
         else:
             for module in modules:
                 self._hold(module, self.factored.pop(module), _BIASES)
+
+    def _hold_alike(self) -> None:
+        """Hold modules whole that PEFT takes for one of `modules_to_save`, changed or not; it would ask for them."""
+        ends = tuple(self.saved)
+        for module in [name for name in self.names if name.endswith(ends) and name not in self.saved] if ends else ():
+            if module in self.outer:
+                raise ConvertError(
+                    f"PEFT would take {module!r}, which has modules inside, for one that is to be saved whole.",
+                    why=f"It finds those by the ends of their names: {listed(list(ends), 3)}.",
+                    fix="Leave what differs there out: `only=GLOB`.",
+                )
+            self.factored.pop(module, None)
+            self.biases.pop(module, None)
+            self.why[module] = _ALIKE
+            self.saved[module] = [row for row in map(self._pair, self.names[module]) if row is not None]
 
 
 def _same(one: Entry, other: Entry) -> bool:
