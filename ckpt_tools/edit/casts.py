@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError, UsageError
 from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, find_tensors, names_quantised
+from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType
@@ -27,6 +28,7 @@ class Casting:
     counts: list[tuple[str, CastCount]] = field(default_factory=list)
     steps: int = 0
     parts: int = 0
+    unusual: list[str] = field(default_factory=list)
 
     def lost(self) -> Lost:
         """What was lost, by dotted path; to be asked once the bytes are written."""
@@ -46,13 +48,17 @@ def cast_floats(root: Node, target: DType | None, by_glob: Mapping[str, DType]) 
     """Cast every float tensor to `target`, and those that a glob names to its; ties, views and everything else stay."""
     users: dict[int, list[_View]] = {}
     prefixes = {state_dict.where for state_dict in find_state_dicts(root)}
+    unusual: list[str] = []
     for tensor in find_tensors(root):
-        if type(tensor.node) is Entry:
+        if type(tensor.node) is not Entry:
+            found = unusual_tensor(tensor.node)
+            unusual += [dotted(tensor.where)] if found and found.dtype and found.dtype.family == "float" else []
+        else:
             name = str(tensor.where[-1]) if tensor.where[:-1] in prefixes else ""
             users.setdefault(id(tensor.node.storage), []).append((dotted(tensor.where), name, tensor.node))
     steps, parts = _steps(root), _parts(root)
     targets = _targets(users, target, steps | parts, by_glob)
-    casting = Casting(steps=len(steps - targets.keys()), parts=len(parts - targets.keys()))
+    casting = Casting(steps=len(steps - targets.keys()), parts=len(parts - targets.keys()), unusual=unusual)
     made = {
         storage: _cast_storage(users[storage], kind, casting)
         for storage, kind in targets.items()

@@ -220,6 +220,16 @@ def test_unusual_tensors_stay(tmp_path: Path, kind: str) -> None:
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.safetensors", select="value", overwrite=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*Sparse.*:UserWarning")
+def test_what_is_not_cast_is_said(tmp_path: Path) -> None:
+    """Floats that are sparse or on the meta device keep their dtype: a note names them."""
+    tensors = {"a": torch.eye(2).to_sparse(), "b": torch.ones(2), "c": torch.ones(2, device="meta")}
+    torch.save(tensors, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dtype="bf16")
+    notes = {note.code: note.text for note in report.notes}
+    assert notes["unusual-kept"] == "a, c: sparse, nested, meta and subclassed tensors keep their dtype."
+
+
 def assert_equal_unusual(one: torch.Tensor, two: torch.Tensor) -> None:
     """The same layout, dtype, shape and numbers."""
     assert (one.layout, one.dtype, one.is_quantized, one.is_nested) == (two.layout, two.dtype, two.is_quantized, two.is_nested)

@@ -248,6 +248,9 @@ class Edits:
         if casting.parts:
             text = f"{casting.parts} parts of quantised weights keep their dtype; `dequantize='bf16'` makes plain ones of them."
             report.note("quantised-kept", text)
+        if casting.unusual:
+            text = f"{listed(casting.unusual, 3)}: sparse, nested, meta and subclassed tensors keep their dtype."
+            report.note("unusual-kept", text)
         return root, casting
 
     def _narrow(self, root: Node, checkpoint: Checkpoint, report: Converted) -> tuple[Node, frozenset[str]]:
