@@ -143,6 +143,12 @@ def _check(checkpoint: Checkpoint, keep_damaged: bool, report: Repaired) -> None
             why="The file has no checksum by which the damage could be found, and nothing says what else has changed.",
             fix="Get the file again; `keep_damaged` writes it as it is.",
         )
+    for row in checkpoint.warnings if checkpoint.container == "torch-legacy" else ():
+        if row.code == "trailing-bytes":
+            text = (
+                f"There are {row.found}, and nothing proves that these are too many: the bytes of tensors may begin too early."
+            )
+            report.notes.append(("unproved-places", text))
     report.notes += [("damaged-names", f"the pickle {name}") for name in names]
     report.notes += [("damaged-values", value) for value in values]
     if (part := partition(checkpoint)) is not None:  # it is mended as the records that it is, and never becomes a model
