@@ -352,6 +352,8 @@ def unwrapped(node: Object) -> Object:
 
 def _quantized(args: Any) -> UnusualTensor:
     storage, offset, size, stride, (scheme, *numbers), grad, hooks = args
+    if storage.dtype is not None and storage.dtype.name in _IN_A_BYTE:
+        storage = replace(storage, nbytes=_IN_A_BYTE[storage.dtype.name] * storage.nbytes)
     view: Any = rebuild_tensor_v2((storage, offset, size, stride, grad, hooks))
     need(view.dtype.family == "quantized" and grad is False)
     if scheme == Global("torch", "per_tensor_affine"):
@@ -364,6 +366,7 @@ def _quantized(args: Any) -> UnusualTensor:
     return UnusualTensor("quantized", view.dtype, view.shape, view.stride)
 
 
+_IN_A_BYTE = {"quint4x2": 2, "quint2x4": 4}  # numbers, of which torch counts each as a byte nevertheless
 _PER_CHANNEL = (Global("torch", "per_channel_affine"), Global("torch", "per_channel_affine_float_qparams"))
 
 

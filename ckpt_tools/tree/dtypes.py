@@ -28,8 +28,8 @@ class DType:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element, 1 where several share a byte (0 for a sub-byte safetensors type that torch lacks)."""
-        return self.bits // 8 or int(self.in_torch)
+        """Bytes of one element (0 for a sub-byte safetensors type that torch lacks)."""
+        return self.bits // 8
 
     @property
     def swap_width(self) -> int:
@@ -65,8 +65,8 @@ _ROWS = (
     DType("qint8", 8, "quantized", "QInt8Storage"),
     DType("qint32", 32, "quantized", "QInt32Storage"),
     DType("quint8", 8, "quantized", "QUInt8Storage"),
-    DType("quint4x2", 4, "quantized", "QUInt4x2Storage"),
-    DType("quint2x4", 2, "quantized", "QUInt2x4Storage"),
+    DType("quint4x2", 8, "quantized", "QUInt4x2Storage"),
+    DType("quint2x4", 8, "quantized", "QUInt2x4Storage"),
     DType("bits8", 8, "bits"),
     DType("bits16", 16, "bits"),
     DType("bits1x8", 8, "bits"),

@@ -23,10 +23,11 @@ def children(node: Node) -> Iterator[tuple[str | int, Node]]:
 
 
 def component(key: Node) -> str | int:
-    """A dict key as a path component: text and numbers of 64 bits as they are, anything else as short text in `<>`."""
-    if type(key) is str or (type(key) is int and key.bit_length() < 64):
+    """A dict key as a path component: text and small ints as they are, larger ones as text, all else as short text in `<>`."""
+    if type(key) is str or (type(key) is int and key.bit_length() < 32):
         return key
-    return f"<{_key_text(key)}>"
+    text = _key_text(key)
+    return text if type(key) is int and key.bit_length() <= 128 else f"<{text}>"
 
 
 _SHOWN_KEY, _SHOWN_PARTS = 100, 8

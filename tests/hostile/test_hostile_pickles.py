@@ -197,7 +197,8 @@ def test_52_items_of_a_class(tmp_path: Path) -> None:
 def test_65_keys_that_look_alike_above_a_state_dict(tmp_path: Path) -> None:
     """Two keys of the same text, one above the state dict: which values lie beside it is not guessed."""
     inner = p.dict_of(**{"b.w": p.tensor()})
-    body = p.EMPTY_DICT + p.MARK + p.sizes(1) + inner + p.sizes(2) + p.NONE + p.SETITEMS
+    keys = [p.tuple_of(p.sizes(number)) for number in (1, 2)]
+    body = p.EMPTY_DICT + p.MARK + keys[0] + inner + keys[1] + p.NONE + p.SETITEMS
     expect_convert_refused(
         write(tmp_path, raw(body)), ConvertError, "Two keys of the checkpoint are written", target="out.safetensors"
     )
