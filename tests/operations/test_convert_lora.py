@@ -128,6 +128,15 @@ def test_two_partners_are_refused(tmp_path: Path) -> None:
         ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=adapter)
 
 
+def test_changes_inside_one_another_are_refused(tmp_path: Path) -> None:
+    """An attention and its output, both targeted, as PEFT nests them: the reason is told as it is."""
+    save_file({"mha.in_proj_weight": torch.ones(18, 6), "mha.out_proj.weight": torch.ones(6, 6)}, tmp_path / "base.safetensors")
+    nested = {**pair("mha.base_layer.out_proj"), **pair("mha.out_proj"), **pair("mha", outputs=18)}
+    adapter = write_adapter(tmp_path / "a", nested, r=2, lora_alpha=2)
+    with pytest.raises(ConvertError, match=r"2 changes of 'mha\.out_proj', one inside the other"):
+        ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=adapter)
+
+
 def test_a_head_that_the_base_lacks_is_added(tmp_path: Path) -> None:
     """A head that PEFT trained whole (`modules_to_save`) belongs to the merged model, also where the base has none."""
     base = {name: value for name, value in base_of("saved").items() if not name.startswith("head.")}

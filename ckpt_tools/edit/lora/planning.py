@@ -136,6 +136,11 @@ class Planning:
         return [one for name in chains[path][0].parameters if (one := self.base.experts.find(module, name)) is not None]
 
     def add_parameters(self, changes: Sequence[Change], parameters: Sequence[Parameter]) -> None:
+        if not changes[0].parameters:
+            raise ConvertError(
+                f"{self.given} has {len(changes)} changes of {changes[0].module!r}, one inside the other: not merged here.",
+                fix="Merge it where it was trained: PEFT's merge_and_unload.",
+            )
         for change, parameter, turned in assigned(changes, parameters, self.adapter, self.base.path):
             for name, first in parameter.pieces:
                 self.base.check_plain(name.removesuffix(".weight"))
