@@ -41,7 +41,7 @@ def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
     gone: list[tuple[Where, str]] = []
     root = _in_tuple((), root, kept, gone)
     for where, node in list(walk(root, stop=lambda node: is_tensor(node) or _training_state((), node) is not None)):
-        if type(node) is Dict:
+        if type(node) is Dict and not (where and _training_state((), node)):  # which is gone itself
             pairs = [(key, _in_tuple((*where, visit.component(key)), value, kept, gone)) for key, value in node.items]
             node.items[:] = [
                 pair for pair in pairs if not _unwanted((*where, visit.component(pair[0])), pair[1], node, kept, gone)
