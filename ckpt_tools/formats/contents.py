@@ -191,24 +191,27 @@ def is_extra(key: object) -> bool:
 
 
 def is_optimizer(node: Node) -> bool:
-    return as_optimizer(node) is not None
+    return type(node) is Dict and (_is_flattened(node) or _nested(node) is not None)
 
 
 def as_optimizer(node: Node) -> Optimizer | None:
     if type(node) is not Dict:
         return None
-    if _is_flattened(node):
-        states: dict[str, Dict] = {}
-        for key, value in node.named.items():
-            kind, name, field = split_flat(key)
-            if kind == "state":
-                states.setdefault(name, Dict()).items.append((field, value))
-        return Optimizer(Dict([*states.items()]), List(), node)
-    groups = node.get("param_groups")
-    if type(groups) is not List:
-        return None
-    state = node.get("state")
-    return Optimizer(state, groups) if type(state) is Dict else None
+    return _unflattened(node) if _is_flattened(node) else _nested(node)
+
+
+def _nested(node: Dict) -> Optimizer | None:
+    groups, state = node.get("param_groups"), node.get("state")
+    return Optimizer(state, groups) if type(groups) is List and type(state) is Dict else None
+
+
+def _unflattened(node: Dict) -> Optimizer:
+    states: dict[str, Dict] = {}
+    for key, value in node.named.items():
+        kind, name, field = split_flat(key)
+        if kind == "state":
+            states.setdefault(name, Dict()).items.append((field, value))
+    return Optimizer(Dict([*states.items()]), List(), node)
 
 
 _FLAT = ("state.", "param_groups.")

@@ -198,9 +198,8 @@ def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world
     needed = [sum(-(-prod(shape) // world) for shape in shapes.values()) for shapes in model.shapes]
     if needed == [entry.numel for entry in first.flat]:
         return [Group(shapes, (number,), range(world)) for number, shapes in enumerate(model.shapes)]
-    every = {
-        name: shape for shapes in model.shapes for name, shape in shapes.items()
-    }  # sub-groups, cut elsewhere: one row of all
+    # sub-groups, cut elsewhere: one row of all
+    every = {name: shape for shapes in model.shapes for name, shape in shapes.items()}
     return [Group(every, tuple(range(len(first.flat))), range(world))]
 
 
