@@ -12,21 +12,24 @@ import torch
 from ckpt_tools.io.content import Content, Range, read_into
 from ckpt_tools.io.source import Source
 from ckpt_tools.tree.nodes import Entry
-from ckpt_tools.values.numeric import blocks, by_position, part, row_major, torch_dtype
+from ckpt_tools.values.numeric import CastCount, blocks, by_position, narrow, part, row_major, torch_dtype
 
 _STEP = 16 << 20
 _Read = tuple[Source, int, memoryview]
 
 
-def copy_all(copies: Iterable[tuple[Entry, torch.Tensor]]) -> None:
+def copy_all(copies: Iterable[tuple[Entry, torch.Tensor]]) -> list[CastCount]:
+    """Copy each entry into its tensor; of each what a cast loses."""
     reads: list[_Read] = []
+    counts: list[CastCount] = []
     for entry, tensor in copies:
+        counts.append(CastCount())
         if not entry.numel:
             continue
         content, dtype = row_major(entry), torch_dtype(entry.dtype)
         is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         if not is_plain or tensor.dtype != dtype:
-            _copy_elements(by_position(content), dtype, tensor.detach())
+            _copy_elements(by_position(content), dtype, tensor.detach(), counts[-1])
         elif isinstance(content, Range) and content.source.fd >= 0:
             memory = memory_of(tensor)
             steps = range(0, len(memory), _STEP)
@@ -34,6 +37,7 @@ def copy_all(copies: Iterable[tuple[Entry, torch.Tensor]]) -> None:
         else:
             read_into(content, memory_of(tensor))
     _read_all(reads)
+    return counts
 
 
 def _read_all(reads: list[_Read]) -> None:
@@ -77,13 +81,18 @@ def is_freed(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() < (tensor.storage_offset() + span) * tensor.itemsize
 
 
-def _copy_elements(content: Content, dtype: torch.dtype, tensor: torch.Tensor) -> None:
+def _copy_elements(content: Content, dtype: torch.dtype, tensor: torch.Tensor, count: CastCount) -> None:
     """Copy a block at a time, through one buffer that is used again."""
     buffer, at = bytearray(), 0
+    is_narrowed = dtype != tensor.dtype and dtype.is_floating_point and tensor.dtype.is_floating_point
     for block in blocks(tensor):
         size = block.numel() * dtype.itemsize
         if len(buffer) < size:
             buffer = bytearray(size)
         read_into(part(content, at, size), memoryview(buffer)[:size])
-        block.copy_(torch.frombuffer(buffer, dtype=dtype, count=block.numel()).reshape(block.shape))
+        values = torch.frombuffer(buffer, dtype=dtype, count=block.numel()).reshape(block.shape)
+        if is_narrowed:
+            narrow(values.to(block.device), block, count)
+        else:
+            block.copy_(values)
         at += size

@@ -41,7 +41,7 @@ from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Dict, Entry, as_dict
 from ckpt_tools.tree.options import as_keywords
-from ckpt_tools.values.numeric import torch_dtype
+from ckpt_tools.values.numeric import CastCount, torch_dtype
 
 # --- what `load_into` will do
 
@@ -370,7 +370,7 @@ def load_into(model: torch.nn.Module, path: File, options: LoadOptions) -> LoadR
                 raise
         if beside := [dotted(row.where) for row in checkpoint.tensors if row.where[: len(chosen.where)] != chosen.where]:
             report.notes.append(f"beside {dotted(chosen.where)!r}, and not loaded: {some(beside)}")
-        _carry_out(copies, states, assign=options.assign)
+        _carry_out(copies, states, report, assign=options.assign)
         if unrun := load_hooks(model):
             report.notes.append(f"load hooks that were not run: {listed(unrun)}; hooks=True runs them")
         checkpoint.source.check_unchanged()
@@ -391,18 +391,21 @@ def _check_assign(model: torch.nn.Module, slots: Slots, assign: bool) -> None:
         )
 
 
-def _carry_out(copies: Sequence[Copy], states: Sequence[ExtraState], *, assign: bool) -> None:
-    """Give modules their extra state, copy, and put new tensors in place."""
+def _carry_out(copies: Sequence[Copy], states: Sequence[ExtraState], report: LoadReport, *, assign: bool) -> None:
+    """Give modules their extra state, copy, and put new tensors in place; the report tells what casts lost."""
     tensors = [_new_tensor(copy, assign) if copy.into is None else copy.into for copy in copies]
     _set_extra_state(states)
     with torch.no_grad():
-        pairs = [(copy.entry, tensor) for copy, tensor in zip(copies, tensors, strict=True)]
-        copy_all(pair for pair in pairs if not is_dtensor(pair[1]))
-        for entry, tensor in pairs:
+        pairs = list(zip(copies, tensors, strict=True))
+        whole = [(copy, tensor) for copy, tensor in pairs if not is_dtensor(tensor)]
+        counts = copy_all((copy.entry, tensor) for copy, tensor in whole)
+        lost = [(copy.slot.name, count) for (copy, _), count in zip(whole, counts, strict=True)]
+        for copy, tensor in pairs:
             if is_dtensor(tensor):
-                _fill_part(entry, tensor)
+                lost += [(copy.slot.name, count) for count in _fill_part(copy.entry, tensor)]
             else:
                 torch.autograd.graph.increment_version(tensor)  # autograd has not seen what was read into its memory
+    report.lost = {name: text for name, count in lost if (text := count.told)}
     made = [(copy.slot, _in_kind(copy.slot, new)) for copy, new in zip(copies, tensors, strict=True) if new is not copy.into]
     for slot, tensor in made:
         for module, own in slot.owners:
@@ -437,14 +440,17 @@ def _new_tensor(copy: Copy, assign: bool) -> torch.Tensor:
     return torch.empty(old.shape, dtype=dtype, device=device)
 
 
-def _fill_part(entry: Entry, tensor: Any) -> None:
+def _fill_part(entry: Entry, tensor: Any) -> list[CastCount]:
     """This rank's part of a tensor: of rows, and of any run of elements, nothing else is read."""
     box = own_box(tensor)
-    if box is not None and tensor._local_tensor.numel():
-        at, sizes = box
-        start = entry.offset + sum(place * step for place, step in zip(at, entry.stride, strict=True))
-        copy_all([(Entry(entry.storage, entry.dtype, tuple(sizes), entry.stride, start), tensor._local_tensor)])
-        torch.autograd.graph.increment_version(tensor)
+    if box is None or not tensor._local_tensor.numel():
+        return []
+    at, sizes = box
+    start = entry.offset + sum(place * step for place, step in zip(at, entry.stride, strict=True))
+    part = Entry(entry.storage, entry.dtype, tuple(sizes), entry.stride, start)
+    counts = copy_all([(part, tensor._local_tensor)])
+    torch.autograd.graph.increment_version(tensor)
+    return counts
 
 
 def _in_kind(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,7 @@ class LoadReport(Report):
         reinitialised: name -> scheme and seed.
         adapted: name -> what was done to make it fit.
         cast: "float32 -> bfloat16": number of tensors.
+        lost: what casts lost of a tensor's values: that some became infinite, or zero.
         notes: what else to know.
     """
 
@@ -69,6 +70,7 @@ class LoadReport(Report):
     reinitialised: dict[str, str] = field(default_factory=dict)
     adapted: dict[str, str] = field(default_factory=dict)
     cast: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -88,6 +90,7 @@ class LoadReport(Report):
         lines += _lines("initialised", [f"{name}: {how}" for name, how in self.reinitialised.items()])
         lines += _lines("adapted", [f"{name}: {what}" for name, what in self.adapted.items()])
         lines += _lines("cast", [f"{move}: {count} tensors" for move, count in self.cast.items()])
+        lines += _lines("lost", [f"{name}: {what}" for name, what in self.lost.items()])
         lines += _lines("note", self.notes)
         return "\n".join(map(printable, lines))
 

@@ -44,6 +44,12 @@ class CastCount:
     saturated: int = 0
     nan: int = 0
 
+    @property
+    def told(self) -> str:
+        """What a cast lost, in words; "" for nothing."""
+        became = ((self.overflowed, "infinite"), (self.underflowed, "zero"), (self.saturated, "the largest of the dtype"))
+        return ", ".join(f"{count} {'value' if count == 1 else 'values'} became {what}" for count, what in became if count)
+
 
 def cast(content: Content, source: DType, target: DType, count: CastCount) -> Computed:
     """The content cast from one float dtype to another, a chunk at a time."""

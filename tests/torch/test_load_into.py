@@ -103,6 +103,15 @@ def test_assign_takes_the_files_dtype(tmp_path: Path) -> None:
     assert other.fc1.weight.dtype is torch.bfloat16
 
 
+def test_what_a_cast_loses_is_told(tmp_path: Path) -> None:
+    """Values beyond the model's dtype become what torch makes of them, and the report says how many of which tensor."""
+    torch.save({"weight": torch.tensor([[1e30, 1e-30, 1.0]]), "bias": torch.ones(1)}, tmp_path / "m.pth")
+    report = ckpt.load_into(model := nn.Linear(3, 1).half(), tmp_path / "m.pth")
+    assert report.lost == {"weight": "1 value became infinite, 1 value became zero"}
+    assert model.weight.tolist() == [[float("inf"), 0.0, 1.0]]
+    assert ckpt.load_into(nn.Linear(3, 1).bfloat16(), tmp_path / "m.pth").lost == {}
+
+
 # --- memory formats, dtypes, containers
 
 
