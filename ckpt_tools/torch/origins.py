@@ -26,7 +26,6 @@ from ckpt_tools.parts.open import open_checkpoint, open_whole
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.torch.building import Builder
 from ckpt_tools.torch.copying import memory_of
-from ckpt_tools.torch.proving.reasons import permuted
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import by_position, part, row_major, torch_dtype
@@ -34,7 +33,6 @@ from ckpt_tools.values.numeric import by_position, part, row_major, torch_dtype
 _RUNS, _LENGTH = 8, 16
 _DCP = (".distcp", os.sep + ".metadata")
 _MOST_OFFSETS, _MOST_PARTS, _SHOWN = 64, 1024, 4
-_MOST_COMPARED = 1 << 26  # elements of a tensor of which all rows are compared
 _START = 4  # elements by which a part of a tensor is looked for
 
 
@@ -267,17 +265,6 @@ class Tracer:
         if not written or not live.tensor.dim() or not live.is_telling:
             return None
         return self._in_rows(live) or self._joined(live)
-
-    def reordered(self, live: Live) -> Origin | None:
-        """The tensor of one of its names with the same rows in another order, as other rotary embeddings want them."""
-        shape, dtype = tuple(live.tensor.shape), live.tensor.dtype
-        if len(shape) > 1 and live.tensor.numel() <= _MOST_COMPARED and live.is_telling and dtype.is_floating_point:
-            for stored in (stored for name in live.names for stored in self.library.named(name)):
-                if stored.entry.shape == shape and is_cast(stored.dtype, dtype):
-                    there = stored.tensor.to(dtype).double()
-                    if permuted(there, live.tensor.detach().cpu().double(), 0, 0):
-                        return Origin(stored.path, stored.where, "reordered rows")
-        return None
 
     def _in_rows(self, live: Live) -> Origin | None:
         """Rows of a larger tensor: a fused one that was split."""

@@ -115,12 +115,12 @@ def _relation(left: torch.Tensor, right: torch.Tensor, tolerance: float) -> str 
     if left.numel() > 1 and torch.allclose(more, more.mean(), rtol=0, atol=1e-6 * float(right.abs().max())):
         return f"is the old one plus {float(more.mean()):.6g}"
     for dim, word in enumerate(("rows are", "columns are")[: left.dim()]):
-        if permuted(left, right, dim, tolerance):
+        if _permuted(left, right, dim, tolerance):
             return f"{word} in another order"
     return None
 
 
-def permuted(left: torch.Tensor, right: torch.Tensor, dim: int, tolerance: float) -> bool:
+def _permuted(left: torch.Tensor, right: torch.Tensor, dim: int, tolerance: float) -> bool:
     """Whether the slices along a dimension are the same ones in another order."""
     one, other = (value.movedim(dim, 0).reshape(value.shape[dim], -1) for value in (left, right))
     weights = torch.linspace(1, 2, one.shape[1], dtype=one.dtype)
