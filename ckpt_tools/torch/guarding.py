@@ -63,10 +63,10 @@ class Fate:
 
 
 class Before(NamedTuple):
-    """A tensor as it was: where it lay and how often it had been written to, and its ends."""
+    """A tensor as it was: where it lay and how often it had been written to, and its sample."""
 
     written: tuple[int, int]
-    ends: torch.Tensor | None
+    sample: torch.Tensor | None
 
 
 class Held(NamedTuple):
@@ -146,7 +146,7 @@ class Judge:
             return self._unsampled(held, written=written)
         origin, initial = self.origins[name], False
         if origin is None:
-            initial = old is not None and old.ends is not None and cast(old.ends, tensor.dtype) == as_bytes(sample(tensor, 2))
+            initial = old is not None and old.sample is not None and cast(old.sample, tensor.dtype) == live.sample
             changed = written or not initial  # `.data` is written to without a trace
             origin = self.tracer.by_numbers(live, written=changed)
         if origin is not None:
@@ -212,7 +212,7 @@ class Guard(Report):
     def __enter__(self) -> Self:
         with collector_paused():
             for held in () if self._model is None else _held(self._model):
-                self._before[held.name] = Before(held.written, sample(held.tensor, 2) if held.plain else None)
+                self._before[held.name] = Before(held.written, sample(held.tensor) if held.plain else None)
         _listen(self._opened)
         return self
 

@@ -37,25 +37,25 @@ _START = 4  # elements by which a part of a tensor is looked for
 
 
 @lru_cache(maxsize=4096)
-def _starts(numel: int, runs: int) -> tuple[int, ...]:
+def _starts(numel: int) -> tuple[int, ...]:
     """Where the runs of a tensor of this many elements begin: the first, some between, the last."""
     last = numel - _LENGTH
     # the inner ones are off an even grid by the golden ratio, else they would all lie in one column of a matrix
-    return (0, *(int(last * (number + number * 0.618 % 1) / _RUNS) for number in range(1, runs - 1)), last)
+    return (0, *(int(last * (number + number * 0.618 % 1) / _RUNS) for number in range(1, _RUNS - 1)), last)
 
 
 @lru_cache(maxsize=4096)
-def _places(numel: int, runs: int) -> torch.Tensor:
+def _places(numel: int) -> torch.Tensor:
     if numel <= _RUNS * _LENGTH:
         return torch.arange(numel, device="cpu")
-    return (torch.tensor(_starts(numel, runs), device="cpu")[:, None] + torch.arange(_LENGTH, device="cpu")).flatten()
+    return (torch.tensor(_starts(numel), device="cpu")[:, None] + torch.arange(_LENGTH, device="cpu")).flatten()
 
 
-def sample(tensor: torch.Tensor, runs: int = _RUNS) -> torch.Tensor:
+def sample(tensor: torch.Tensor) -> torch.Tensor:
     """The sample of a live tensor, in its dtype; one-byte types are taken as uint8: torch takes from no float8."""
     held = tensor.detach().resolve_conj().resolve_neg()
     held = held.view(torch.uint8) if held.itemsize == 1 else held
-    return torch.take(held, _places(held.numel(), runs).to(held.device)).cpu().view(tensor.dtype)
+    return torch.take(held, _places(held.numel()).to(held.device)).cpu().view(tensor.dtype)
 
 
 def as_bytes(values: torch.Tensor) -> bytes:
@@ -93,7 +93,7 @@ class Stored:
             data = read(content)
         else:
             content = by_position(content)
-            runs = (part(content, start * size, _LENGTH * size) for start in _starts(numel, _RUNS))
+            runs = (part(content, start * size, _LENGTH * size) for start in _starts(numel))
             data = b"".join(map(read, runs))
         return torch.frombuffer(bytearray(data), dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype, device="cpu")
 
