@@ -44,7 +44,8 @@ def _verdict(report: Proved) -> str:
 
 
 def _unproved(row: Unproved) -> str:
-    shown = f"an output depends on {row.reached} of its {row.numel} elements" if row.reached else "no output depends on it"
+    seen = f"an output depends on {row.reached} of its {row.numel} elements"
+    shown = seen if row.reached else "no output is seen to depend on it"
     return f"{row.name}: {shown}, and its numbers are not the old model's"
 
 

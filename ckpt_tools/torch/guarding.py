@@ -63,10 +63,10 @@ class Fate:
 
 
 class Before(NamedTuple):
-    """A tensor as it was: where it lay and how often it had been written to, and its ends."""
+    """A tensor as it was: where it lay and how often it had been written to, and its sample."""
 
     written: tuple[int, int]
-    ends: torch.Tensor | None
+    sample: torch.Tensor | None
 
 
 class Held(NamedTuple):
@@ -146,9 +146,9 @@ class Judge:
             return self._unsampled(held, written=written)
         origin, initial = self.origins[name], False
         if origin is None:
-            initial = old is not None and old.ends is not None and cast(old.ends, tensor.dtype) == as_bytes(sample(tensor, 2))
+            initial = old is not None and old.sample is not None and cast(old.sample, tensor.dtype) == live.sample
             changed = written or not initial  # `.data` is written to without a trace
-            origin = self.tracer.by_numbers(live, written=changed) or (self.tracer.reordered(live) if changed else None)
+            origin = self.tracer.by_numbers(live, written=changed)
         if origin is not None:
             return Fate(name, kind, "loaded", origin.path, origin.name, origin.how)
         named, counter = self.library.named, "num_batches_tracked"  # before torch 0.4.1 there was no such buffer
@@ -212,7 +212,7 @@ class Guard(Report):
     def __enter__(self) -> Self:
         with collector_paused():
             for held in () if self._model is None else _held(self._model):
-                self._before[held.name] = Before(held.written, sample(held.tensor, 2) if held.plain else None)
+                self._before[held.name] = Before(held.written, sample(held.tensor) if held.plain else None)
         _listen(self._opened)
         return self
 
@@ -347,29 +347,22 @@ def guarded(*, allow: Sequence[str] = ()) -> Callable[[Callable[P, R]], Callable
 _LISTENING: list[dict[str, None]] = []  # the paths that each guard has heard of, in order
 _LOCK = threading.Lock()
 _PYTHON = (".py", ".pyc", ".so", ".pyd", ".dll")
-_BY_TORCH = ((torch.UntypedStorage, "from_file"), (torch.jit, "load"), (torch.export, "load"))  # they open without Python
-_originals: list[Any] = []
 
 
 def _listen(paths: dict[str, None]) -> None:
     with _LOCK:
         _hook()
         if not _LISTENING:
-            for owner, name in _BY_TORCH:
-                _originals.append(vars(owner).get(name))
-                setattr(owner, name, _telling(getattr(owner, name)))
+            heard = _telling(torch.UntypedStorage.from_file)  # it opens without Python
+            torch.UntypedStorage.from_file = heard  # type: ignore[method-assign]
         _LISTENING.append(paths)
 
 
 def _listen_no_more(paths: dict[str, None]) -> None:
     with _LOCK:
         _LISTENING[:] = [one for one in _LISTENING if one is not paths]
-        while _originals and not _LISTENING:
-            owner, name = _BY_TORCH[len(_originals) - 1]
-            if (original := _originals.pop()) is None:  # it was inherited
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+        if not _LISTENING:
+            del torch.UntypedStorage.from_file  # the inherited one is there again
 
 
 @cache

@@ -26,7 +26,6 @@ from ckpt_tools.parts.open import open_checkpoint, open_whole
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.torch.building import Builder
 from ckpt_tools.torch.copying import memory_of
-from ckpt_tools.torch.proving.reasons import permuted
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import by_position, part, row_major, torch_dtype
@@ -34,30 +33,29 @@ from ckpt_tools.values.numeric import by_position, part, row_major, torch_dtype
 _RUNS, _LENGTH = 8, 16
 _DCP = (".distcp", os.sep + ".metadata")
 _MOST_OFFSETS, _MOST_PARTS, _SHOWN = 64, 1024, 4
-_MOST_COMPARED = 1 << 26  # elements of a tensor of which all rows are compared
 _START = 4  # elements by which a part of a tensor is looked for
 
 
 @lru_cache(maxsize=4096)
-def _starts(numel: int, runs: int) -> tuple[int, ...]:
+def _starts(numel: int) -> tuple[int, ...]:
     """Where the runs of a tensor of this many elements begin: the first, some between, the last."""
     last = numel - _LENGTH
     # the inner ones are off an even grid by the golden ratio, else they would all lie in one column of a matrix
-    return (0, *(int(last * (number + number * 0.618 % 1) / _RUNS) for number in range(1, runs - 1)), last)
+    return (0, *(int(last * (number + number * 0.618 % 1) / _RUNS) for number in range(1, _RUNS - 1)), last)
 
 
 @lru_cache(maxsize=4096)
-def _places(numel: int, runs: int) -> torch.Tensor:
+def _places(numel: int) -> torch.Tensor:
     if numel <= _RUNS * _LENGTH:
         return torch.arange(numel, device="cpu")
-    return (torch.tensor(_starts(numel, runs), device="cpu")[:, None] + torch.arange(_LENGTH, device="cpu")).flatten()
+    return (torch.tensor(_starts(numel), device="cpu")[:, None] + torch.arange(_LENGTH, device="cpu")).flatten()
 
 
-def sample(tensor: torch.Tensor, runs: int = _RUNS) -> torch.Tensor:
+def sample(tensor: torch.Tensor) -> torch.Tensor:
     """The sample of a live tensor, in its dtype; one-byte types are taken as uint8: torch takes from no float8."""
     held = tensor.detach().resolve_conj().resolve_neg()
     held = held.view(torch.uint8) if held.itemsize == 1 else held
-    return torch.take(held, _places(held.numel(), runs).to(held.device)).cpu().view(tensor.dtype)
+    return torch.take(held, _places(held.numel()).to(held.device)).cpu().view(tensor.dtype)
 
 
 def as_bytes(values: torch.Tensor) -> bytes:
@@ -95,7 +93,7 @@ class Stored:
             data = read(content)
         else:
             content = by_position(content)
-            runs = (part(content, start * size, _LENGTH * size) for start in _starts(numel, _RUNS))
+            runs = (part(content, start * size, _LENGTH * size) for start in _starts(numel))
             data = b"".join(map(read, runs))
         return torch.frombuffer(bytearray(data), dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype, device="cpu")
 
@@ -267,17 +265,6 @@ class Tracer:
         if not written or not live.tensor.dim() or not live.is_telling:
             return None
         return self._in_rows(live) or self._joined(live)
-
-    def reordered(self, live: Live) -> Origin | None:
-        """The tensor of one of its names with the same rows in another order, as other rotary embeddings want them."""
-        shape, dtype = tuple(live.tensor.shape), live.tensor.dtype
-        if len(shape) > 1 and live.tensor.numel() <= _MOST_COMPARED and live.is_telling and dtype.is_floating_point:
-            for stored in (stored for name in live.names for stored in self.library.named(name)):
-                if stored.entry.shape == shape and is_cast(stored.dtype, dtype):
-                    there = stored.tensor.to(dtype).double()
-                    if permuted(there, live.tensor.detach().cpu().double(), 0, 0):
-                        return Origin(stored.path, stored.where, "reordered rows")
-        return None
 
     def _in_rows(self, live: Live) -> Origin | None:
         """Rows of a larger tensor: a fused one that was split."""

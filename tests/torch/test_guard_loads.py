@@ -187,38 +187,8 @@ def _a_list(state: State, folder: Path) -> Callable[[nn.Module], Any]:
     return load
 
 
-def _exported(state: State, folder: Path) -> Callable[[nn.Module], Any]:
-    """torch.export opens its file without Python."""
-    program = torch.export.export(Whole(trained()), (torch.zeros(1, dtype=torch.int64), torch.zeros(2, 8, 5)))
-    torch.export.save(program, folder / "m.pt2")
-
-    def load(model: nn.Module) -> None:
-        found = torch.export.load(folder / "m.pt2").state_dict
-        model.load_state_dict({name.removeprefix("net."): value for name, value in found.items()})
-
-    return load
-
-
-class Whole(nn.Module):
-    """The network, called."""
-
-    def __init__(self, net: Net) -> None:
-        super().__init__()
-        self.net = net.eval()
-
-    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.net.norm(self.net.conv(x)), self.net.head(self.net.mix(self.net.embed(ids)))
-
-
-def _rotary(state: State, folder: Path) -> Callable[[nn.Module], Any]:
-    """Rows of a square matrix for another kind of rotary embedding."""
-    torch.save(state, folder / "r.pth")
-    rows = state["mix.weight"].view(2, 2, 8, 32).transpose(1, 2).reshape(32, 32)
-    return lambda model: model.load_state_dict(torch.load(folder / "r.pth") | {"mix.weight": rows})
-
-
 ELSEWHERE = [
-    _a_list, _exported, _rotary,
+    _a_list,
     _legacy, _whole_module, _safetensors, _safe_open, _dcp, _gzipped, _halves_in_the_file,
     _old_norms, _zeros, _sharded,
 ]  # fmt: skip

