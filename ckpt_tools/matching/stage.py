@@ -13,12 +13,12 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from ckpt_tools.matching.align import Alignment, Cuts, Pair, Unit, conflicts, meaning, split_fused, units_of, untied
-from ckpt_tools.matching.flow import ROLES, Arrival, FlowTooLargeError, Hidden, flow_of
+from ckpt_tools.matching.flow import Arrival, FlowTooLargeError, Hidden, flow_of
 from ckpt_tools.matching.order import in_order_of_names
 from ckpt_tools.matching.pairing import Pairing
 
-# How much of an edge counts: that it is there; what part its numbers play in an attention or a product; all that is done.
-LEVELS = ("plain", "roles", "all")
+# How much of an edge counts: that it is there; all that is done with its numbers.
+LEVELS = ("plain", "all")
 _MOST_STEPS = 3_000_000
 _WHY = "its name, and what feeds it when the models run, say different things"
 Node: TypeAlias = Hashable
@@ -125,7 +125,7 @@ class Layers:
         for arrival in arrivals:
             feeding: set[tuple[frozenset[str], Node]] = set()
             for feed in arrival.feeds:
-                words = frozenset() if level == "plain" else feed.words & ROLES if level == "roles" else feed.words
+                words = frozenset() if level == "plain" else feed.words
                 feeding.update((words, node) for node in self._nodes(feed.owner, feed.rows))
             for node in self._nodes(arrival.into, arrival.rows):
                 found[node] |= feeding
