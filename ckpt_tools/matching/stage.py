@@ -12,10 +12,13 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TypeAlias
 
-from ckpt_tools.matching.align import Alignment, Cuts, Pair, Unit, conflicts, meaning, split_fused, units_of, untied
+from ckpt_tools.matching.align import Alignment
 from ckpt_tools.matching.flow import Arrival, FlowTooLargeError, Hidden, flow_of
+from ckpt_tools.matching.fused import Cuts, split_fused
 from ckpt_tools.matching.order import in_order_of_names
 from ckpt_tools.matching.pairing import Pairing
+from ckpt_tools.matching.resolve import Pair, conflicts, meaning
+from ckpt_tools.matching.units import Unit, units_of, untied
 
 # How much of an edge counts: that it is there; all that is done with its numbers.
 LEVELS = ("plain", "all")
