@@ -94,17 +94,15 @@ _INVERSE = {"split": "concat", "concat": "split", "stack": "unstack", "unstack":
 
 def _inverse_form(step: PatternStep) -> Form:
     form = step.form
-    if step.step in ("reshape", "flatten"):
-        raise MatchError(f"{step.label}: a {step.step} has no inverse.", fix="Say it as a permute: axes = '(a b) -> a b'.")
+    if step.step == "reshape":
+        raise MatchError(f"{step.label}: a reshape has no inverse.", fix="Say it as a permute: axes = '(a b) -> a b'.")
     if step.step in ("pad", "crop") and form.was is None:
         raise MatchError(f"{step.label}: the inverse of a {step.step} needs `was`, the size before it.")
     if step.step in ("pad", "crop"):
         return replace(form, size=form.was, was=form.size)
-    if step.step == "permute" and isinstance(form.axes, str):
+    if step.step == "permute" and form.axes is not None:
         before, _, after = form.axes.partition("->")
         return replace(form, axes=f"{after.strip()} -> {before.strip()}")
-    if step.step == "permute" and form.axes is not None:
-        return replace(form, axes=tuple(form.axes.index(dim) for dim in range(len(form.axes))))  # type: ignore[arg-type]
     return form
 
 
@@ -181,11 +179,8 @@ def read_form(fields: Fields, step: str) -> Form:
     sizes = [*found.get("sizes", ()), *(text for text in found.get("to", ()) if text != "-1")]
     for text in (*sizes, found.get("size", "1"), found.get("was", "1")):
         size_of(text, {})
-    axes: str | tuple[int, ...] | None = None
-    if "axes" in given and step == "permute" and isinstance(fields.row["axes"], list):
-        axes = tuple(read_dim(dim, f"{fields.label}: axes") for dim in fields.row["axes"])
-    elif "axes" in given:
-        axes = fields.read("axes", read_name)
+    axes = fields.read("axes", read_name) if "axes" in given else None
+    if axes is not None:
         (read_arrow if step == "permute" else read_side)(axes)
     axis = fields.row["axis"] if "axis" in given else 0
     if not isinstance(axis, str) or not axis:
@@ -430,7 +425,6 @@ read_flag = _reader("true or false", lambda value: isinstance(value, bool))
 # a number of a size that is said somewhere
 read_number = _reader("a number", lambda value: type(value) in (int, float) and abs(value) < 1e300, float)
 read_dim = _reader("the number of a dimension", lambda value: type(value) is int and -MAX_DIMENSIONS <= value < MAX_DIMENSIONS)
-read_dims = _list_of(read_dim, "the first and the last dimension", lambda value: len(value) == 2)
 read_sizes = _list_of(read_size, "a list of sizes", lambda value: 0 < len(value) <= MAX_DIMENSIONS)
 read_table = _reader("a table", lambda value: isinstance(value, dict))
 read_shape = _reader(
@@ -439,5 +433,5 @@ read_shape = _reader(
     and all(type(size) is int and 0 <= size <= MAX_ELEMENTS for size in value),
     tuple,
 )  # fmt: skip
-_FORM = {"sizes": read_sizes, "to": read_sizes, "size": read_size, "was": read_size, "dims": read_dims, "fill": read_number}
+_FORM = {"sizes": read_sizes, "to": read_sizes, "size": read_size, "was": read_size, "fill": read_number}
 check_value = _reader("a whole number from 1 up", lambda value: type(value) is int and 0 < value < 1 << 40)
