@@ -14,19 +14,11 @@ from typing import Any, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import MatchError, NotACheckpointError
-from ckpt_tools.fit.forms import FIELDS, SEVERAL_OLD, Layout, Task, solve
+from ckpt_tools.fit.axes import Layout
+from ckpt_tools.fit.fields import Fields, read_flag, read_name, read_names, read_number, read_shape
+from ckpt_tools.fit.forms import FIELDS, SEVERAL_OLD, Task, solve
 from ckpt_tools.fit.plans import STEPS, Plan, PlanStep, StepName, check
-from ckpt_tools.fit.rows import (
-    Fields,
-    PatternPlan,
-    read_flag,
-    read_form,
-    read_name,
-    read_names,
-    read_number,
-    read_pattern_plan,
-    read_shape,
-)
+from ckpt_tools.fit.rows import PatternPlan, read_form, read_pattern_plan
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import replacing
 from ckpt_tools.io.parsers import brief, load_toml
