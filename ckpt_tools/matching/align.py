@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from typing import TypeAlias
 
-from ckpt_tools.matching.lexicon import end_of, numbers, stem
+from ckpt_tools.matching.lexicon import numbers, stem
 from ckpt_tools.matching.resolve import (
     Block,
     Context,
@@ -36,7 +36,7 @@ from ckpt_tools.matching.units import Path, Signature, Unit
 _Key: TypeAlias = frozenset[tuple[int, int]]  # kinds of units, and how many of each
 
 
-def _blocks_of(units: Sequence[Unit], depth: int, counted: Collection[int]) -> dict[_Key, list[Block]]:
+def _blocks_of(units: Sequence[Unit], depth: int) -> dict[_Key, list[Block]]:
     """The blocks of two units and more below a module path of this depth, by key; not the whole itself."""
     below: dict[Path, list[Unit]] = defaultdict(list)
     for unit in units:
@@ -47,7 +47,7 @@ def _blocks_of(units: Sequence[Unit], depth: int, counted: Collection[int]) -> d
         longer = members[0].path[: len(path) + 1]
         same_below = len(longer) > len(path) and len(below[longer]) == len(members)
         if 2 <= len(members) < len(units) and not same_below:
-            key = frozenset(Counter(unit.kind for unit in members if unit.kind in counted).items())
+            key = frozenset(Counter(unit.kind for unit in members if unit.kind >= 0).items())
             found[key].append(Block(members[0].index, path, tuple(members)))
     return found
 
@@ -91,7 +91,7 @@ def align(olds: Sequence[Unit], news: Sequence[Unit]) -> Alignment:
         for pair in _pair_blocks(left, right, context):
             below = Context(
                 (len(pair.old.path), len(pair.new.path)), context.families, context.counted | pair.counted,
-                context.level + 1, context.open | pair.open,
+                context.open | pair.open,
             )  # fmt: skip
             pending.append((list(pair.old.units), list(pair.new.units), below))
         _pair_units(left, right, replace(context, open=context.open | uneven), alignment)
@@ -129,21 +129,20 @@ def _pair_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[
 
 
 def _next_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[Pair[Block]]:
-    """The largest blocks that are partners; kinds of units that one side has more of count only at first."""
+    """The largest blocks that are partners."""
     totals = [Counter(unit.kind for unit in units if unit.kind >= 0) for units in (left, right)]
     even = {kind for kind, count in totals[0].items() if totals[1][kind] == count}
-    for counted in (totals[0].keys() | totals[1].keys(), even):
-        olds, news = (_blocks_of(units, depth, counted) for units, depth in zip((left, right), context.depths, strict=True))
-        shared = [key for key in olds.keys() & news.keys() if key]
-        for key in sorted(shared, key=lambda key: (-sum(count for _, count in key), min(block.index for block in news[key]))):
-            many = len(olds[key])
-            # some kind of unit is nowhere but in these blocks, on both sides: then these blocks are each other's partners
-            anchored = any(all(total[kind] == many * count for total in totals) for kind, count in key)
-            if many != len(news[key]) or not anchored or _around(olds[key], left, even) != _around(news[key], right, even):
-                continue
-            if pairs := resolve(olds[key], news[key], context):
-                kinds = frozenset(kind for kind, _ in key if many == 1 and kind not in even)
-                return [replace(pair, open=kinds) for pair in pairs]
+    olds, news = (_blocks_of(units, depth) for units, depth in zip((left, right), context.depths, strict=True))
+    shared = [key for key in olds.keys() & news.keys() if key]
+    for key in sorted(shared, key=lambda key: (-sum(count for _, count in key), min(block.index for block in news[key]))):
+        many = len(olds[key])
+        # some kind of unit is nowhere but in these blocks, on both sides: then these blocks are each other's partners
+        anchored = any(all(total[kind] == many * count for total in totals) for kind, count in key)
+        if many != len(news[key]) or not anchored or _around(olds[key], left, even) != _around(news[key], right, even):
+            continue
+        if pairs := resolve(olds[key], news[key], context):
+            kinds = frozenset(kind for kind, _ in key if many == 1 and kind not in even)
+            return [replace(pair, open=kinds) for pair in pairs]
     return []
 
 
@@ -156,7 +155,7 @@ def _around(blocks: list[Block], units: list[Unit], even: set[int]) -> Counter[t
     for unit in units:
         if unit.kind in kinds and id(unit) not in inside:
             where = "before" if unit.index < first else "behind" if unit.index > last else "between"
-            places[unit.kind, end_of(unit.path) or where] += 1
+            places[unit.kind, where] += 1
     return places
 
 
@@ -169,7 +168,7 @@ def _pair_units(left: list[Unit], right: list[Unit], context: Context, alignment
                 kinds[unit.kind][side].append(unit)
     for kind, (olds, news) in kinds.items():
         pairs = [pair for pair in resolve(olds, news, context) if kind not in context.open or pair.how != "unique"]
-        alignment.pairs += [replace(pair, depth=context.level, counted=context.counted | pair.counted) for pair in pairs]
+        alignment.pairs += [replace(pair, counted=context.counted | pair.counted) for pair in pairs]
         alignment.leave(olds, news, pairs)
 
 
@@ -195,7 +194,7 @@ def _follow(alignment: Alignment, olds: Sequence[Unit], news: Sequence[Unit]) ->
         for new in right:
             behind[id(layers[1].get(id(new)))].append(new)
         decided = [
-            Pair(old, new, "names", pair.counted, 1)
+            Pair(old, new, "names", pair.counted)
             for old in left
             if (pair := before(old)) is not None
             for new in behind.get(id(pair.new), ())
@@ -234,7 +233,7 @@ def _doubtful(pairs: Sequence[UnitPair], olds: Sequence[Unit], news: Sequence[Un
     known = _longest_in_order(pairs) | set(map(id, found))
     for pair in pairs:
         shares = meaning(pair.old.path) & meaning(pair.new.path) or set(pair.old.path) & set(pair.new.path)
-        if id(pair) not in known and pair.how == "unique" and not pair.depth and not shares:
+        if id(pair) not in known and pair.how == "unique" and not shares:
             found.append(pair)
     return found
 

@@ -57,11 +57,9 @@ def split_fused(units: Sequence[Unit], others: Sequence[Unit], cuts: Cuts | None
 
 
 def _named_parts(unit: Unit) -> set[str]:
-    """Which parts of a fused layer a unit is named as; by the last part of its name, or the one before (`query.linear`)."""
-    for component in reversed(unit.path[-2:]):
-        if found := {concept for group, concept in concepts(component) if _GROUP.get(concept) == group}:
-            return found
-    return set()
+    """Which parts of a fused layer a unit is named as."""
+    said = concepts(unit.path[-1]) if unit.path else ()
+    return {concept for group, concept in said if _GROUP.get(concept) == group}
 
 
 def _parts(unit: Unit, sizes: Mapping[str, set[Shape]]) -> list[Unit]:

@@ -61,14 +61,13 @@ T = TypeVar("T", bound=Item)
 class Pair(Generic[T]):
     """Two items that are one, and how that was found.
 
-    `counted` are the numbered families that their order rests on, `depth` is how many blocks they are in.
+    `counted` are the numbered families that their order rests on.
     """
 
     old: T
     new: T
     how: How
     counted: frozenset[Counted] = frozenset()
-    depth: int = 0
     open: frozenset[int] = frozenset()
 
 
@@ -82,7 +81,6 @@ class Context:
     depths: tuple[int, int]
     families: tuple[dict[Family, bool], dict[Family, bool]]
     counted: frozenset[Counted] = frozenset()
-    level: int = 0
     open: frozenset[int] = frozenset()
 
 

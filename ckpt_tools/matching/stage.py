@@ -375,7 +375,7 @@ def settle(pairing: Pairing, evidence: Evidence, alignment: Alignment) -> None:
     alignment.take_back([pair for pair in alignment.pairs if numbered[id(pair)] in wrong])
     kept = [numbers for pair in alignment.pairs if (numbers := numbered[id(pair)]) is not None]
     decided = evidence.decide(alignment.undecided, [*by_name, *kept])
-    alignment.pairs += (found := [Pair(old, new, "graph", depth=1) for old, new in decided])
+    alignment.pairs += (found := [Pair(old, new, "graph") for old, new in decided])
     undecided, alignment.undecided = alignment.undecided, []
     for olds, news in undecided:
         alignment.leave(olds, news, found)

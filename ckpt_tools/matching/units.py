@@ -14,10 +14,7 @@ from ckpt_tools.tree.names import unwrap
 
 Path: TypeAlias = tuple[str, ...]
 Signature: TypeAlias = tuple[tuple[str, Shape, bool], ...]
-_ROLES = {
-    "weight": "weight", "kernel": "weight", "bias": "bias", "running_mean": "mean", "moving_mean": "mean",
-    "running_var": "variance", "moving_variance": "variance",
-}  # fmt: skip
+_ROLES = {"weight": "weight", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
 _COUNTER = "num_batches_tracked"  # old checkpoints lack it; it never tells modules apart
 _SUFFIXED = re.compile(r"(.+)_(weight|bias)")
 _GATED = {"w1": "gate", "w2": "down", "w3": "up"}

@@ -309,7 +309,7 @@ def test_of_many_candidates_the_first_are_listed() -> None:
 
 def test_names_that_mean_too_many_things_are_left_undecided() -> None:
     """More meanings than any model's names have are not compared each with each; nothing is guessed."""
-    words = ["query", "attn", "mlp", "gate", "se", "cls", "mask", "pos", "head", "stem", "pre", "norm", "conv", "dw", "skip"]
+    words = ["query", "attn", "mlp", "gate", "grid", "cls", "mask", "pos", "head", "stem", "word", "norm", "conv", "dw", "skip"]
     names = list(combinations(words, 2))
     found = matched(*({f"{joint.join(name)}.weight": (4, 4) for name in names} for joint in "._"))
     assert not found.matched
