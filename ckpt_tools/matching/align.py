@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from typing import TypeAlias
@@ -36,7 +36,7 @@ from ckpt_tools.matching.units import Path, Signature, Unit
 _Key: TypeAlias = frozenset[tuple[int, int]]  # kinds of units, and how many of each
 
 
-def _blocks_of(units: Sequence[Unit], depth: int) -> dict[_Key, list[Block]]:
+def _blocks_of(units: Sequence[Unit], depth: int, counted: Collection[int]) -> dict[_Key, list[Block]]:
     """The blocks of two units and more below a module path of this depth, by key; not the whole itself."""
     below: dict[Path, list[Unit]] = defaultdict(list)
     for unit in units:
@@ -47,7 +47,7 @@ def _blocks_of(units: Sequence[Unit], depth: int) -> dict[_Key, list[Block]]:
         longer = members[0].path[: len(path) + 1]
         same_below = len(longer) > len(path) and len(below[longer]) == len(members)
         if 2 <= len(members) < len(units) and not same_below:
-            key = frozenset(Counter(unit.kind for unit in members if unit.kind >= 0).items())
+            key = frozenset(Counter(unit.kind for unit in members if unit.kind in counted).items())
             found[key].append(Block(members[0].index, path, tuple(members)))
     return found
 
@@ -129,20 +129,21 @@ def _pair_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[
 
 
 def _next_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[Pair[Block]]:
-    """The largest blocks that are partners."""
+    """The largest blocks that are partners; kinds of units that one side has more of count only at first."""
     totals = [Counter(unit.kind for unit in units if unit.kind >= 0) for units in (left, right)]
     even = {kind for kind, count in totals[0].items() if totals[1][kind] == count}
-    olds, news = (_blocks_of(units, depth) for units, depth in zip((left, right), context.depths, strict=True))
-    shared = [key for key in olds.keys() & news.keys() if key]
-    for key in sorted(shared, key=lambda key: (-sum(count for _, count in key), min(block.index for block in news[key]))):
-        many = len(olds[key])
-        # some kind of unit is nowhere but in these blocks, on both sides: then these blocks are each other's partners
-        anchored = any(all(total[kind] == many * count for total in totals) for kind, count in key)
-        if many != len(news[key]) or not anchored or _around(olds[key], left, even) != _around(news[key], right, even):
-            continue
-        if pairs := resolve(olds[key], news[key], context):
-            kinds = frozenset(kind for kind, _ in key if many == 1 and kind not in even)
-            return [replace(pair, open=kinds) for pair in pairs]
+    for counted in (totals[0].keys() | totals[1].keys(), even):
+        olds, news = (_blocks_of(units, depth, counted) for units, depth in zip((left, right), context.depths, strict=True))
+        shared = [key for key in olds.keys() & news.keys() if key]
+        for key in sorted(shared, key=lambda key: (-sum(count for _, count in key), min(block.index for block in news[key]))):
+            many = len(olds[key])
+            # some kind of unit is nowhere but in these blocks, on both sides: then these blocks are each other's partners
+            anchored = any(all(total[kind] == many * count for total in totals) for kind, count in key)
+            if many != len(news[key]) or not anchored or _around(olds[key], left, even) != _around(news[key], right, even):
+                continue
+            if pairs := resolve(olds[key], news[key], context):
+                kinds = frozenset(kind for kind, _ in key if many == 1 and kind not in even)
+                return [replace(pair, open=kinds) for pair in pairs]
     return []
 
 
