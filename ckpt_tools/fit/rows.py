@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any, TypeAlias
+from typing import Any
 
 from ckpt_tools.errors import MatchError
-from ckpt_tools.fit.forms import FIELDS, SEVERAL_NEW, SEVERAL_OLD, Form, names_in, read_arrow, read_side, size_of
+from ckpt_tools.fit.axes import names_in, read_arrow, read_side, size_of
+from ckpt_tools.fit.fields import (
+    Fields,
+    check_value,
+    read_dim,
+    read_flag,
+    read_name,
+    read_names,
+    read_number,
+    read_size,
+    read_sizes,
+    read_table,
+    read_text,
+)
+from ckpt_tools.fit.forms import FIELDS, SEVERAL_NEW, SEVERAL_OLD, Form
+from ckpt_tools.fit.patterns import NamePattern, with_words, written_out
 from ckpt_tools.io.parsers import brief
-from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS
 
 BETWEEN = "@"  # begins the name of what one step makes for another, and nothing else gets
 _VALUE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -94,17 +107,15 @@ _INVERSE = {"split": "concat", "concat": "split", "stack": "unstack", "unstack":
 
 def _inverse_form(step: PatternStep) -> Form:
     form = step.form
-    if step.step in ("reshape", "flatten"):
-        raise MatchError(f"{step.label}: a {step.step} has no inverse.", fix="Say it as a permute: axes = '(a b) -> a b'.")
+    if step.step == "reshape":
+        raise MatchError(f"{step.label}: a reshape has no inverse.", fix="Say it as a permute: axes = '(a b) -> a b'.")
     if step.step in ("pad", "crop") and form.was is None:
         raise MatchError(f"{step.label}: the inverse of a {step.step} needs `was`, the size before it.")
     if step.step in ("pad", "crop"):
         return replace(form, size=form.was, was=form.size)
-    if step.step == "permute" and isinstance(form.axes, str):
+    if step.step == "permute" and form.axes is not None:
         before, _, after = form.axes.partition("->")
         return replace(form, axes=f"{after.strip()} -> {before.strip()}")
-    if step.step == "permute" and form.axes is not None:
-        return replace(form, axes=tuple(form.axes.index(dim) for dim in range(len(form.axes))))  # type: ignore[arg-type]
     return form
 
 
@@ -174,6 +185,9 @@ def _steps(row: dict[str, Any], where: str) -> Iterator[PatternStep]:
         yield made
 
 
+_FORM = {"sizes": read_sizes, "to": read_sizes, "size": read_size, "was": read_size, "fill": read_number}
+
+
 def read_form(fields: Fields, step: str) -> Form:
     """The fields that say how a step is done."""
     given = {key for key in FIELDS[step] if key in fields}
@@ -181,11 +195,8 @@ def read_form(fields: Fields, step: str) -> Form:
     sizes = [*found.get("sizes", ()), *(text for text in found.get("to", ()) if text != "-1")]
     for text in (*sizes, found.get("size", "1"), found.get("was", "1")):
         size_of(text, {})
-    axes: str | tuple[int, ...] | None = None
-    if "axes" in given and step == "permute" and isinstance(fields.row["axes"], list):
-        axes = tuple(read_dim(dim, f"{fields.label}: axes") for dim in fields.row["axes"])
-    elif "axes" in given:
-        axes = fields.read("axes", read_name)
+    axes = fields.read("axes", read_name) if "axes" in given else None
+    if axes is not None:
         (read_arrow if step == "permute" else read_side)(axes)
     axis = fields.row["axis"] if "axis" in given else 0
     if not isinstance(axis, str) or not axis:
@@ -213,231 +224,3 @@ def _check_step(step: PatternStep) -> None:
         lone = min(gathered or spread)
         why = "A stack or a concat of one name gathers the numbers of one placeholder, an unstack spreads them."
         raise MatchError(f"{step.label}: the placeholder {{{lone}}} is on one side only.", why=why)
-
-
-# --- names: in `layers.{i}.attn.wq.weight` a placeholder is a whole number; `{part:weight|bias}` is one of these words
-
-
-Binding: TypeAlias = tuple[tuple[str, str], ...]  # (placeholder, its digits), by placeholder
-_PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
-_DIGITS = re.compile(r"[0-9]+")
-_PLACEHOLDER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_WORDS = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*):([^{}]*)\}")
-_MOST_WORDS = 64  # ways to write out the words of one step
-_MOST_DIGITS = 18
-_MOST_WAYS = 16  # in which patterns of one text write down some numbers and leave others open: a name is looked up in each
-
-
-@dataclass(frozen=True, slots=True)
-class NamePattern:
-    """A name with placeholders for whole numbers."""
-
-    text: str
-    pieces: tuple[str, ...]
-    placeholders: tuple[str, ...]
-
-    @classmethod
-    def read(cls, text: str) -> NamePattern:
-        pieces, placeholders, at = [""], [], 0
-        for part in _PART.finditer(text):
-            pieces[-1] += text[at : part.start()]
-            at = part.end()
-            if part[0] in ("{{", "}}"):
-                pieces[-1] += part[0][0]
-            elif part[1] is None or not _PLACEHOLDER.fullmatch(part[1]):
-                why = "One is {i}, a whole number, or {part:weight|bias}; a brace itself is written twice."
-                raise MatchError(f"{text!r}: {part[0]!r} is not a placeholder.", why=why)
-            else:
-                placeholders.append(part[1])
-                pieces.append("")
-        pieces[-1] += text[at:]
-        _check_apart(text, pieces)
-        return cls(text, tuple(pieces), tuple(placeholders))
-
-    @property
-    def key(self) -> str:
-        """The name with `#` for every number, written or not."""
-        return _DIGITS.sub("#", "0".join(self.pieces))
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self.placeholders)
-
-    def numbers(self) -> list[str]:
-        """What stands at each `#` of the key: digits, or a placeholder in braces."""
-        found: list[str] = []
-        for piece, placeholder in zip(self.pieces, (*self.placeholders, None), strict=True):
-            found += _DIGITS.findall(piece)
-            found += [f"{{{placeholder}}}"] if placeholder is not None else []
-        return found
-
-    def fill(self, binding: Mapping[str, str]) -> str:
-        """The name that has these numbers."""
-        filled = [self.pieces[0]]
-        for placeholder, piece in zip(self.placeholders, self.pieces[1:], strict=True):
-            filled += (binding[placeholder], piece)
-        return "".join(filled)
-
-
-def _check_apart(text: str, pieces: list[str]) -> None:
-    """What is a number must be told from the text: two that touch could be cut in several ways."""
-    inner = (*((piece, "") for piece in pieces[1:-1]), (pieces[-1], " "))
-    for number, (piece, end) in enumerate(inner if len(pieces) > 1 else ()):
-        before = pieces[number]
-        if (not piece and not end) or piece[:1].isdigit() or before[-1:].isdigit():
-            raise MatchError(f"{text!r}: a placeholder touches a digit or another placeholder.")
-
-
-def written_out(texts: Iterable[str], label: str) -> Iterator[dict[str, str]]:
-    """For all words that placeholders in the texts may be: placeholder -> word, every combination."""
-    words: dict[str, tuple[str, ...]] = {}
-    for text in texts:
-        for found in _WORDS.finditer(text):
-            listed = tuple(found[2].split("|"))
-            if words.setdefault(found[1], listed) != listed or len(set(listed)) < len(listed) or not all(listed):
-                raise MatchError(f"{label}: {found[0]!r} must list each word once, and the same words everywhere.")
-    count = 1
-    for listed in words.values():
-        count *= len(listed)
-        if count > _MOST_WORDS:
-            raise MatchError(f"{label}: its words can be written out in more than {_MOST_WORDS} ways.")
-    for chosen in product(*words.values()):
-        yield dict(zip(words, chosen, strict=True))
-
-
-def with_words(text: str, chosen: Mapping[str, str]) -> str:
-    """A text with words in the place of their placeholders."""
-
-    def word(found: re.Match[str]) -> str:
-        name = (found[1] or "").partition(":")[0]
-        return chosen.get(name, found[0])
-
-    return _PART.sub(word, text)
-
-
-class Index:
-    """Patterns by what a name looks like, each with what it stands for."""
-
-    def __init__(self) -> None:
-        # the key of a name -> the places of its numbers that a pattern writes down -> these numbers -> all numbers as the
-        # pattern has them, and what it stands for
-        self._by_key: dict[str, dict[tuple[int, ...], dict[tuple[str, ...], list[tuple[list[str], object]]]]] = {}
-
-    def add(self, pattern: NamePattern, what: object) -> None:
-        numbers = pattern.numbers()
-        places = tuple(place for place, number in enumerate(numbers) if not number.startswith("{"))
-        written = tuple(numbers[place] for place in places)
-        by_places = self._by_key.setdefault(pattern.key, {})
-        by_places.setdefault(places, {}).setdefault(written, []).append((numbers, what))
-        if len(by_places) > _MOST_WAYS:
-            raise MatchError(f"More than {_MOST_WAYS} patterns like {pattern.text!r} differ in which numbers they write down.")
-
-    def find(self, name: str) -> list[tuple[Any, Binding]]:
-        """What stands for a name, with the numbers in the place of its placeholders."""
-        by_places = self._by_key.get(_DIGITS.sub("#", name))
-        if by_places is None:
-            return []
-        numbers = _DIGITS.findall(name)
-        found = []
-        for places, by_numbers in by_places.items():
-            for wanted, what in by_numbers.get(tuple(numbers[place] for place in places), ()):
-                if (binding := _bound(wanted, numbers)) is not None:
-                    found.append((what, binding))
-        return found
-
-
-def _bound(wanted: list[str], numbers: list[str]) -> Binding | None:
-    """The numbers of a name by placeholder; None where one placeholder would be two numbers, or a number is too long."""
-    bound: dict[str, str] = {}
-    for number, place in zip(numbers, wanted, strict=True):
-        if place.startswith("{") and (len(number) > _MOST_DIGITS or bound.setdefault(place[1:-1], number) != number):
-            return None
-    return tuple(sorted(bound.items()))
-
-
-# --- the fields of a plan's tables, read one by one: what they may be, and the error that says which is not
-
-
-_NEEDED: Any = object()
-
-
-class Fields:
-    """One table. A field that is not there is an error, or its default; `label` begins the errors."""
-
-    def __init__(self, row: Any, label: str, known: Sequence[str]) -> None:
-        if unknown := [key for key in read_table(row, label) if key not in known]:
-            raise MatchError(f"{label}: {unknown[0]!r} is not a field.", why=f"Known are {', '.join(known)}.")
-        self.row, self.label = row, label
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.row
-
-    def read(self, key: str, read: Reader, default: Any = _NEEDED) -> Any:
-        if key not in self.row and default is not _NEEDED:
-            return default
-        return read(self.row.get(key), f"{self.label}: {key}")
-
-    def several(self, key: str, read: Reader, default: Any = _NEEDED) -> tuple[Any, ...]:
-        value = self.row.get(key)
-        if isinstance(value, list) and value and (isinstance(value[0], list) or read is read_name):
-            return tuple(read(item, f"{self.label}: {key}") for item in value)
-        found = self.read(key, read, default)
-        return found if key not in self.row and default is not _NEEDED else (found,)
-
-    def tables(self, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The tables of a name, with a label for each."""
-        rows = self.row.get(key, [])
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise MatchError(f"{key!r} must be tables: [[{key}]].")
-        yield from ((f"{key} {number}", row) for number, row in enumerate(rows, 1))
-
-
-Reader: TypeAlias = Callable[[Any, str], Any]
-
-
-def _reader(words: str, is_good: Callable[[Any], bool], make: Callable[[Any], Any] = lambda value: value) -> Reader:
-    """What reads a field that must be what the words say, and makes something of it; the second argument begins the error."""
-
-    def read(value: Any, label: str) -> Any:
-        if not is_good(value):
-            raise MatchError(f"{label} must be {words}, not {brief(value)}.")
-        return make(value)
-
-    return read
-
-
-def _list_of(read: Reader, words: str, is_good: Callable[[list[Any]], bool] = lambda _: True) -> Reader:
-    is_list = _reader(words, lambda value: isinstance(value, list) and is_good(value))
-    return lambda value, label: tuple(read(item, label) for item in is_list(value, label))
-
-
-def read_names(value: Any, label: str) -> tuple[str, ...]:
-    """A list of names, each once."""
-    names: tuple[str, ...] = _list_of(read_name, "a list of names")(value, label)
-    if len(set(names)) < len(names):
-        raise MatchError(f"{label} has a name twice.")
-    return names
-
-
-def read_size(value: Any, label: str) -> str:
-    """A whole number, or a size by name, as text."""
-    return str(value) if type(value) is int and -1 <= value <= MAX_ELEMENTS else str(read_name(value, label))
-
-
-read_name = _reader("text", lambda value: isinstance(value, str) and value != "")
-read_text = _reader("text", lambda value: isinstance(value, str))
-read_flag = _reader("true or false", lambda value: isinstance(value, bool))
-# a number of a size that is said somewhere
-read_number = _reader("a number", lambda value: type(value) in (int, float) and abs(value) < 1e300, float)
-read_dim = _reader("the number of a dimension", lambda value: type(value) is int and -MAX_DIMENSIONS <= value < MAX_DIMENSIONS)
-read_dims = _list_of(read_dim, "the first and the last dimension", lambda value: len(value) == 2)
-read_sizes = _list_of(read_size, "a list of sizes", lambda value: 0 < len(value) <= MAX_DIMENSIONS)
-read_table = _reader("a table", lambda value: isinstance(value, dict))
-read_shape = _reader(
-    "a list of sizes",
-    lambda value: isinstance(value, list) and len(value) <= MAX_DIMENSIONS
-    and all(type(size) is int and 0 <= size <= MAX_ELEMENTS for size in value),
-    tuple,
-)  # fmt: skip
-_FORM = {"sizes": read_sizes, "to": read_sizes, "size": read_size, "was": read_size, "dims": read_dims, "fill": read_number}
-check_value = _reader("a whole number from 1 up", lambda value: type(value) is int and 0 < value < 1 << 40)

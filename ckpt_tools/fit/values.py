@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import MatchError, NotACheckpointError
-from ckpt_tools.fit.forms import MissingSizesError, read_side
-from ckpt_tools.fit.rows import Index, NamePattern, PatternPlan, ValueRow, check_value
+from ckpt_tools.fit.axes import MissingSizesError, read_side
+from ckpt_tools.fit.fields import check_value
+from ckpt_tools.fit.patterns import Index, NamePattern
+from ckpt_tools.fit.rows import PatternPlan, ValueRow
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.source import open_regular
 from ckpt_tools.matching.records import Shape

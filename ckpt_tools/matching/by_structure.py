@@ -6,10 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from ckpt_tools.matching.align import Alignment, Cuts, Pair, Unit, UnitPair, align, meaning, split_fused, units_of, untied
+from ckpt_tools.matching.align import Alignment, align
+from ckpt_tools.matching.fused import Cuts, split_fused
 from ckpt_tools.matching.order import in_order_of_names
 from ckpt_tools.matching.pairing import Pairing
 from ckpt_tools.matching.records import Offer, Reason
+from ckpt_tools.matching.resolve import Pair, UnitPair, meaning
+from ckpt_tools.matching.units import Unit, units_of, untied
 
 CONFIDENCE = {"unique": 0.98, "names": 0.95, "order": 0.9, "graph": 0.93}
 FUSED = 0.05  # that the parts of a fused layer lie in the usual order is not seen, but known

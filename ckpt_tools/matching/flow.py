@@ -86,19 +86,13 @@ class Side(NamedTuple):
 Axes: TypeAlias = Mapping[int, Rows | Side]  # by dimensions that are counted from the last one: -1, -2 ...
 
 
-def _from_end(dim: object, shape: Shape | None) -> int | None:
-    """A dimension counted from the last one; None where that is not known."""
-    if type(dim) is not int:
-        return None
-    if dim < 0:
-        return dim
-    return dim - len(shape) if shape is not None and dim < len(shape) else None
+def _from_end(dim: int, shape: Shape) -> int:
+    """A dimension counted from the last one."""
+    return dim if dim < 0 else dim - len(shape)
 
 
-def _viewed(axes: Axes, before: Shape | None, after: Shape | None) -> Axes:
+def _viewed(axes: Axes, before: Shape, after: Shape) -> Axes:
     """The axes of the same elements in another shape: of a dimension that is divided, the outermost factor has them."""
-    if before is None or after is None:
-        return {}
     found: dict[int, Rows | Side] = {}
     starts = list(accumulate(after, mul, initial=1))
     for dim, axis in axes.items():
@@ -120,61 +114,34 @@ def _removed(axes: Axes, dim: int) -> Axes:
     return {old if old > dim else old + 1: axis for old, axis in axes.items() if old != dim}
 
 
-def _exchanged(axes: Axes, one: int | None, other: int | None) -> Axes:
-    if one is None or other is None:
-        return {}
-    change = {one: other, other: one}
-    return {change.get(dim, dim): axis for dim, axis in axes.items()}
-
-
-def _shared(several: Iterable[tuple[Axes, Shape | None]], after: Shape | None) -> Axes:
+def _shared(several: Iterable[tuple[Axes, Shape]], after: Shape) -> Axes:
     """The axes of what is made of several element by element."""
     found: dict[int, Rows | Side | None] = {}
     for axes, shape in several:
         for dim, axis in axes.items():
-            same = shape is None or after is None or (len(after) >= -dim and shape[dim] == after[dim])
+            same = len(after) >= -dim and shape[dim] == after[dim]
             found[dim] = axis if same and found.get(dim, axis) == axis else None
     return {dim: axis for dim, axis in found.items() if axis is not None}
 
 
-def _moved(name: str, operation: Operation, given: Sequence[tuple[Axes, Shape | None]], made: Value) -> Axes:
+def _moved(name: str, operation: Operation, given: Sequence[tuple[Axes, Shape]], after: Shape) -> Axes:
     axes, shape = given[0]
-    one, other = [*operation.given, None, None, None][1:3]
-    if not any(each for each, _ in given):
-        return {}
     if name == "view":
-        return _viewed(axes, shape, made.shape)
+        return _viewed(axes, shape, after)
     if name == "permute":
-        olds = [_from_end(dim, (0,) * len(one)) for dim in one] if isinstance(one, list | tuple) else []
-        return {place - len(olds): axes[old] for place, old in enumerate(olds) if old is not None and old in axes}
-    if name == "transpose":
-        return _exchanged(axes, _from_end(one, shape), _from_end(other, shape))
-    if name in ("t", "mT"):
-        return _exchanged(axes, -1, -2)
+        olds = [_from_end(dim, shape) for dim in operation.given[1]]
+        return {place - len(olds): axes[old] for place, old in enumerate(olds) if old in axes}
+    if name in ("t", "transpose"):
+        one, other = (_from_end(dim, shape) for dim in operation.given[1:3] or (-1, -2))
+        return {{one: other, other: one}.get(dim, dim): axis for dim, axis in axes.items()}
     if name == "unsqueeze":
-        at = _from_end(one, made.shape)
-        return {} if at is None else {old if old > at else old - 1: axis for old, axis in axes.items()}
-    if name == "squeeze" and (dim := _from_end(one, shape)) is not None:
-        return _removed(axes, dim) if made.shape != shape else axes
-    if name in ("squeeze", "cat", "stack", "movedim", "repeat", "roll", "flip", "unfold", "mean", "sum", "pad"):
-        return axes if made.shape is not None and made.shape == shape else {}
-    return _shared(given, made.shape)
-
-
-def _of_product(operation: Operation, number: int) -> Axes:
-    """Which factor gave which of the dimensions of a product."""
-    equation = operation.given[0] if operation.given else None
-    if not isinstance(equation, str):
-        return {-2: Side(number, 0), -1: Side(number, 1)}
-    terms, _, made = equation.replace(" ", "").partition("->")
-    factors = terms.split(",")
-    if not made or "." in equation or len(factors) != 2:
-        return {}
-    return {
-        place - len(made): Side(number, 0 if letter in factors[0] else 1)
-        for place, letter in enumerate(made)
-        if (letter in factors[0]) != (letter in factors[1])
-    }
+        at = _from_end(operation.given[1], after)
+        return {old if old > at else old - 1: axis for old, axis in axes.items()}
+    if name == "squeeze" and type(operation.given[-1]) is int and after != shape:
+        return _removed(axes, _from_end(operation.given[1], shape))
+    if name in _ELSEWHERE:
+        return axes if after == shape else {}
+    return _shared(given, after)
 
 
 # --- what every value is made of
@@ -278,19 +245,17 @@ class _Flow:
         for owner, rows in layers.items():
             self.into(owner, rows, feeds)
         made = _State(feeds=frozenset(Feed(owner, rows) for owner, rows in layers.items()))
-        shape = operation.made[0].shape if operation.made else None
         self._make(operation, made)
-        if len(layers) == 1 and shape and (name in FACTORS or name.startswith(CONVOLUTIONS)):
+        if len(layers) == 1 and (name in FACTORS or name == "convolution"):
+            shape = operation.made[0].shape
             dim = -1 if name in FACTORS else 1 - len(shape)
-            if len(shape) >= -dim:
-                axes = {dim: Rows(owner, *(rows or (0, shape[dim])), shape[dim])}
-                self.states[id(operation.made[0])] = replace(made, axes=axes)
+            axes = {dim: Rows(owner, *(rows or (0, shape[dim])), shape[dim])}
+            self._make(operation, replace(made, axes=axes))
 
     def _multiply(self, name: str, operation: Operation) -> None:
         """Two factors: a layer and numbers, or numbers and numbers."""
-        arguments = list(values_in(operation.given)) if name == "einsum" else list(operation.given)
-        states = [self.states.get(id(value), _EMPTY) for value in arguments]
-        one, other = (states[place] if place < len(states) else _EMPTY for place in FACTORS[name])
+        states = [self.states.get(id(value), _EMPTY) for value in operation.given]
+        one, other = (states[place] for place in FACTORS[name])
         rest = [state for at, state in enumerate(states) if at not in FACTORS[name]]
         if one.weights or other.weights:
             self._call(name, operation, [one, other, *rest])
@@ -300,7 +265,8 @@ class _Flow:
             self.products += 1
             feeds = [self._said(state, {"product", f"@{self.products}:{at}"}) for at, state in enumerate((one, other))]
             feeds += [state.feeds for state in rest]
-            self._make(operation, _State(feeds=self._joined(feeds), axes=_of_product(operation, self.products)))
+            axes: Axes = {-2: Side(self.products, 0), -1: Side(self.products, 1)}
+            self._make(operation, _State(feeds=self._joined(feeds), axes=axes))
 
     def _pass(self, name: str, operation: Operation, given: Sequence[Value], states: Sequence[_State]) -> None:
         """Numbers pass on, alone or with others; a weight beside them is one more part of a sum."""
@@ -313,9 +279,8 @@ class _Flow:
 
     def _scored(self, feeds: Feeds, operation: Operation) -> Feeds:
         """What a softmax says of the factors of a product: the one along whose dimension it sums up has the keys."""
-        value = operation.given[0]
-        dim = _from_end(operation.given[1] if len(operation.given) > 1 else -1, getattr(value, "shape", None))
-        axis = None if dim is None else self.states.get(id(value), _EMPTY).axes.get(dim)
+        value, dim = operation.given[:2]
+        axis = self.states.get(id(value), _EMPTY).axes.get(_from_end(dim, value.shape))
         if not isinstance(axis, Side):
             return self._said(_State(feeds=feeds), {"softmax"})
         said = {f"@{axis.product}:{axis.factor}": "key", f"@{axis.product}:{1 - axis.factor}": "query"}
@@ -325,39 +290,31 @@ class _Flow:
         self, name: str, operation: Operation, given: Sequence[Value], states: Sequence[_State], made: _State
     ) -> None:  # fmt: skip
         """What is made has the axes of what it was made of, in other places or as parts."""
-        first = operation.given[0] if operation.given and isinstance(operation.given[0], Value) else None
-        if first is not None and name in _PARTS:
-            self._cut(name, operation, replace(made, axes=self.states.get(id(first), _EMPTY).axes))
+        if name in _PARTS and given:
+            self._cut(name, operation, replace(made, axes=states[0].axes))
             return
         sizes = [(state.axes, value.shape) for value, state in zip(given, states, strict=True)]
         for value in operation.made:
-            self.states[id(value)] = replace(made, axes=_moved(name, operation, sizes, value) if sizes else {})
+            self.states[id(value)] = replace(made, axes=_moved(name, operation, sizes, value.shape) if sizes else {})
 
     def _cut(self, name: str, operation: Operation, whole: _State) -> None:
         """Some of the steps along one dimension, for each value that is made."""
-        shape = operation.given[0].shape
-        one, other, _, step = [*operation.given[1:], None, None, None, None][:4]
-        place = other if name in ("split", "chunk") else one
-        dim = _from_end(0 if place is None else place, shape)
-        start: int | None = 0
-        if name in ("select", "slice", "narrow"):
-            start = 0 if other is None else other if type(other) is int else None
-        if name == "slice" and step not in (None, 1):
-            start = None
+        value, one, other, _, step = [*operation.given, None, None, None, None][:5]
+        shape: Shape = value.shape
+        dim = _from_end((other if name == "split" else one) or 0, shape)
+        start = (other or 0) if name in ("select", "slice") else 0
         for made in operation.made:
-            known = made.shape is not None and dim is not None and len(made.shape) >= -dim
-            size = 1 if name in ("select", "unbind") else made.shape[dim] if known else 0  # type: ignore[index]
-            state, axis = whole, None if dim is None else whole.axes.get(dim)
-            if isinstance(axis, Rows) and shape is not None and start is not None:
+            is_gone = name in ("select", "unbind")
+            size = 1 if is_gone else made.shape[dim]
+            state, axis = whole, whole.axes.get(dim)
+            if isinstance(axis, Rows) and step in (None, 1):
                 part = axis.part(start + shape[dim] if start < 0 else start, size)
                 state = whole if part is None else _narrowed(whole, axis, part, dim)
-            axes = {} if dim is None else _removed(state.axes, dim) if name in ("select", "unbind") else state.axes
-            self.states[id(made)] = replace(state, axes=axes)
-            if name in ("split", "chunk", "unbind") and start is not None:
-                start += size
+            self.states[id(made)] = replace(state, axes=_removed(state.axes, dim) if is_gone else state.axes)
+            start += size
 
 
-def _narrowed(state: _State, axis: Rows, part: Rows, dim: int | None) -> _State:
+def _narrowed(state: _State, axis: Rows, part: Rows, dim: int) -> _State:
     """Fewer rows of the layer that the dimension belongs to."""
     before, after = (axis.first, axis.last), (part.first, part.last)
 
@@ -366,7 +323,7 @@ def _narrowed(state: _State, axis: Rows, part: Rows, dim: int | None) -> _State:
             feed._replace(rows=after) if feed.owner == axis.owner and feed.rows in (None, before) else feed for feed in feeds
         )
 
-    return _State(fewer(state.weights), fewer(state.feeds), {**state.axes, dim: part})  # type: ignore[dict-item]
+    return _State(fewer(state.weights), fewer(state.feeds), {**state.axes, dim: part})
 
 
 def _words(name: str, place: int, states: Sequence[_State]) -> set[str]:
@@ -379,26 +336,24 @@ def _words(name: str, place: int, states: Sequence[_State]) -> set[str]:
     return {words[min(place, len(words) - 1)]} - {""}
 
 
-_PARTS = {"slice", "select", "split", "chunk", "unbind", "narrow"}
+# The names are those that torch carries out below autograd: `linear`, `einsum`, `flatten` never come here, what they are made
+# of does.
+_PARTS = {"slice", "select", "split", "unbind"}
 _ALIASES = {
-    "unsafe_view": "view", "reshape": "view", "flatten": "view", "unflatten": "view", "view_as": "view", "reshape_as": "view",
-    "safe_softmax": "softmax", "log_softmax": "softmax", "special_softmax": "softmax",
-    "unsafe_split": "split", "split_with_sizes": "split", "unsafe_chunk": "chunk", "tensor_split": "chunk",
-    "swapaxes": "transpose", "swapdims": "transpose", "concat": "cat", "concatenate": "cat", "multiply": "mul", "divide": "div",
-    "true_divide": "div", "subtract": "sub", "numpy_T": "t", "adaptive_avg_pool1d": "mean", "adaptive_avg_pool2d": "mean",
-    "avg_pool1d": "mean", "avg_pool2d": "mean", "adaptive_avg_pool3d": "mean", "avg_pool3d": "mean",
-    "max_pool2d_with_indices": "max_pool2d", "swish": "silu",
+    "unsafe_view": "view", "safe_softmax": "softmax", "log_softmax": "softmax", "unsafe_split": "split",
+    "split_with_sizes": "split", "adaptive_avg_pool1d": "mean", "adaptive_avg_pool2d": "mean", "adaptive_avg_pool3d": "mean",
+    "avg_pool1d": "mean", "avg_pool2d": "mean", "avg_pool3d": "mean", "max_pool2d_with_indices": "max_pool2d",
 }  # fmt: skip
-
-
+# Numbers are in other places afterwards, unless the shape is the same.
+_ELSEWHERE = frozenset((
+    "squeeze", "cat", "stack", "repeat", "roll", "flip", "unfold", "mean", "sum", "constant_pad_nd"
+))  # fmt: skip
 # The numbers pass on as they are, in other places at most.
 PASSING = frozenset((
-    "view", "permute", "transpose", "t", "mT", "expand", "expand_as", "clone", "contiguous", "detach", "to", "to_copy",
-    "type_as", "alias", "squeeze", "unsqueeze", "dropout", "feature_dropout", "float", "double", "half", "bfloat16",
-    "lift_fresh", "lift_fresh_copy", "repeat", "roll", "flip", "pad", "constant_pad_nd", "slice", "select", "split",
-    "chunk", "unbind", "narrow", "movedim", "moveaxis", "copy", "add", "masked_fill", "where", "index_put",
-    "slice_scatter", "select_scatter", "neg", "scalar_implicit", "alias_copy", "broadcast_to", "repeat_interleave",
-    "unfold", "im2col"
+    "view", "permute", "transpose", "t", "expand", "clone", "detach", "to_copy", "alias", "squeeze", "unsqueeze", "dropout",
+    "lift_fresh", "lift_fresh_copy", "repeat", "roll", "flip", "constant_pad_nd", "slice", "select", "split", "unbind",
+    "copy", "add", "masked_fill", "where", "index_put", "slice_scatter", "select_scatter", "neg", "alias_copy",
+    "repeat_interleave", "unfold", "im2col"
 ))  # fmt: skip
 # A weight beside numbers is one more part of a sum (or of a list); everywhere else it is a layer that they go through.
 ADDING = frozenset((
@@ -408,18 +363,9 @@ ADDING = frozenset((
 # What they make depends on numbers in no way that a gradient would know, or on sizes alone.
 CONSTANT = frozenset((
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and",
-    "bitwise_or", "bitwise_not", "isinf", "isnan", "any", "all", "arange", "zeros", "ones", "full", "zeros_like",
-    "ones_like", "full_like", "empty", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor",
-    "rand", "randn", "rand_like", "randn_like", "bernoulli", "size", "sym_size", "argmax", "argmin", "eye",
-    "tril_indices", "triu_indices"
+    "bitwise_or", "bitwise_not", "isinf", "isnan", "any", "all", "zeros_like", "ones_like", "full_like", "empty_like",
+    "new_zeros", "new_ones", "new_full", "new_empty", "rand_like", "randn_like", "bernoulli", "argmax", "argmin"
 ))  # fmt: skip
 # The places of the two factors among the arguments.
-FACTORS = {
-    "mm": (0, 1), "bmm": (0, 1), "matmul": (0, 1), "linear": (0, 1), "mv": (0, 1), "dot": (0, 1), "addmm": (1, 2),
-    "baddbmm": (1, 2), "addbmm": (1, 2), "einsum": (0, 1),
-}  # fmt: skip
-CONVOLUTIONS = ("convolution", "conv1d", "conv2d", "conv3d", "conv_transpose")
+FACTORS = {"mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "addbmm": (1, 2)}
 ATTENTION = "scaled_dot_product"
-# The parts that numbers play in an operation with others. What else is said of their way (activations, pools) differs more
-# between two ways of writing one network.
-ROLES = frozenset({"query", "key", "product", "times", "over", "minus"})

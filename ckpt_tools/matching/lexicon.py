@@ -49,7 +49,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "stem": "stem patch embedder",
     },
     "last": {"last": "head classifier logits predictions heads fc"},
-    "place": {"before": "pre", "after": "post"},
     "kind": {
         "norm": "norm bn ln gn layernorm batchnorm groupnorm rmsnorm normalization layrnorm",
         "convolution": "conv convolution",

@@ -12,13 +12,16 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TypeAlias
 
-from ckpt_tools.matching.align import Alignment, Cuts, Pair, Unit, conflicts, meaning, split_fused, units_of, untied
-from ckpt_tools.matching.flow import ROLES, Arrival, FlowTooLargeError, Hidden, flow_of
+from ckpt_tools.matching.align import Alignment
+from ckpt_tools.matching.flow import Arrival, FlowTooLargeError, Hidden, flow_of
+from ckpt_tools.matching.fused import Cuts, split_fused
 from ckpt_tools.matching.order import in_order_of_names
 from ckpt_tools.matching.pairing import Pairing
+from ckpt_tools.matching.resolve import Pair, conflicts, meaning
+from ckpt_tools.matching.units import Unit, units_of, untied
 
-# How much of an edge counts: that it is there; what part its numbers play in an attention or a product; all that is done.
-LEVELS = ("plain", "roles", "all")
+# How much of an edge counts: that it is there; all that is done with its numbers.
+LEVELS = ("plain", "all")
 _MOST_STEPS = 3_000_000
 _WHY = "its name, and what feeds it when the models run, say different things"
 Node: TypeAlias = Hashable
@@ -125,7 +128,7 @@ class Layers:
         for arrival in arrivals:
             feeding: set[tuple[frozenset[str], Node]] = set()
             for feed in arrival.feeds:
-                words = frozenset() if level == "plain" else feed.words & ROLES if level == "roles" else feed.words
+                words = frozenset() if level == "plain" else feed.words
                 feeding.update((words, node) for node in self._nodes(feed.owner, feed.rows))
             for node in self._nodes(arrival.into, arrival.rows):
                 found[node] |= feeding
@@ -372,7 +375,7 @@ def settle(pairing: Pairing, evidence: Evidence, alignment: Alignment) -> None:
     alignment.take_back([pair for pair in alignment.pairs if numbered[id(pair)] in wrong])
     kept = [numbers for pair in alignment.pairs if (numbers := numbered[id(pair)]) is not None]
     decided = evidence.decide(alignment.undecided, [*by_name, *kept])
-    alignment.pairs += (found := [Pair(old, new, "graph", depth=1) for old, new in decided])
+    alignment.pairs += (found := [Pair(old, new, "graph") for old, new in decided])
     undecided, alignment.undecided = alignment.undecided, []
     for olds, news in undecided:
         alignment.leave(olds, news, found)

@@ -14,9 +14,9 @@ _SPEC = re.compile(r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>\d++(?:x\d++)*+)(?::(?P
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """One tensor of a computation; `shape` is None where it is not known."""
+    """One tensor of a computation."""
 
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,21 @@ def test_numbers_count_in_any_order() -> None:
     assert {(row.old, row.new) for row in found.matched} >= {("l1.weight", "m1.weight"), ("l2.weight", "m2.weight")}
 
 
+def test_equal_names_of_other_layers_are_doubted() -> None:
+    """Convolutions of one shape in a row, with norms between them on one side: `6` is another layer there, by its place."""
+
+    def network(step: int) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {"0.weight": (64, 3, 3, 3), f"{2 + 6 * step}.weight": (3, 64, 3, 3)}
+        for at in range(2, 2 + 6 * step, step):
+            found[f"{at}.weight"] = (64, 64, 3, 3)
+            found |= {f"{at + 1}.{leaf}": (64,) for leaf in ("weight", "bias", "running_mean", "running_var") if step == 3}
+        return {f"net.{name}": shape for name, shape in found.items()}
+
+    for old, new in ((2, 3), (3, 2)):
+        assert all((int(a.split(".")[1]) - 2) * new == (int(b.split(".")[1]) - 2) * old
+                   for b, a in pairs(matched(network(old), network(new))).items() if a != "net.0.weight")  # fmt: skip
+
+
 def test_levels_that_count_backwards_are_not_paired_by_their_numbers() -> None:
     """The decoder of Stable Diffusion: `up.3` of its authors is `up_blocks.0` of diffusers, and levels 2 and 3 are alike."""
 
@@ -294,7 +309,7 @@ def test_of_many_candidates_the_first_are_listed() -> None:
 
 def test_names_that_mean_too_many_things_are_left_undecided() -> None:
     """More meanings than any model's names have are not compared each with each; nothing is guessed."""
-    words = ["query", "attn", "mlp", "gate", "se", "cls", "mask", "pos", "head", "stem", "pre", "norm", "conv", "dw", "skip"]
+    words = ["query", "attn", "mlp", "gate", "grid", "cls", "mask", "pos", "head", "stem", "word", "norm", "conv", "dw", "skip"]
     names = list(combinations(words, 2))
     found = matched(*({f"{joint.join(name)}.weight": (4, 4) for name in names} for joint in "._"))
     assert not found.matched
