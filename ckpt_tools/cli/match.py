@@ -35,9 +35,9 @@ def match(source: Path, all: bool, quiet: bool, json: bool, **options: Any) -> N
     ckpt match theirs.pth --like ours:Net --from theirs:Net --input 1x3x64x64
     ckpt match theirs.pth --like ours.pth --match structure -o plan.toml && ckpt convert theirs.pth out.pth --plan plan.toml
 
-    --pair comes first, then names: equal, without wrappers, after --rename, without a common prefix. Nothing is guessed. With
-    --from both models run once, and the order of their layers decides more. For unmatched tensors the options that help are
-    listed.
+    --pair comes first, then names: equal, without wrappers, after --rename, without a common prefix or suffix. Nothing is
+    guessed. With --from both models run once, and the order of their layers decides more. For unmatched tensors the options
+    that help are listed.
 
     Exit code: 0 every tensor is matched, 1 some are not, 2 usage, 3 refused.
     """

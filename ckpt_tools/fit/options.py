@@ -37,7 +37,7 @@ class PartnerOptions(Options):
 
     heading = "Target model"
     match: Stages | None = option(
-        "How to pair tensors: by name without wrappers (the default); also without a common prefix; also by shape, "
+        "How to pair tensors: by name without wrappers (the default); also without a common prefix or suffix; also by shape, "
         "order and names of layers; also by values, for two copies of one network; or just in order.",
         choices=["exact+wrappers", "names", "structure", "values", "position"],
     )

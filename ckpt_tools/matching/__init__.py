@@ -25,6 +25,7 @@ from ckpt_tools.tree.parametrized import part_of
 
 _AVERAGED = "n_averaged"  # beside the wrapped names of an AveragedModel
 _MOST_WRAPPERS = 8  # around one model; a stranger's name may be made of a million
+_ROLES = {".weight", ".bias"}  # no suffix: a matrix that is a parameter of its own may be kept as [in, out]
 
 
 def apply_rules(pairing: Pairing, rules: Sequence[str | tuple[str, str]]) -> None:
@@ -110,9 +111,10 @@ def _said(pairing: Pairing, old: str, reason: Reason) -> Reason:
     return "rule" if old in pairing.ruled else reason
 
 
-# --- a common prefix
+# --- a common prefix or suffix
 
 _Pair: TypeAlias = tuple[str, str]  # a name of the checkpoint, one of the target
+_Splits: TypeAlias = Callable[[str], Iterator[tuple[str, str]]]
 _DIGITS = re.compile(r"[0-9]+")
 MAX_PREFIX_PARTS = 4
 _MOST_WAYS = 4  # in which a rest may be met, to count; all that ends in `weight` with all else that does would be too many
@@ -136,54 +138,68 @@ def prefixes(name: str) -> Iterator[tuple[str, str]]:
         yield name[:at], name[at:]
 
 
-def match_prefixes(pairing: Pairing) -> None:
-    """Names that become equal when one prefix is taken from, put before or exchanged in all that are left.
+def _suffixes(name: str) -> Iterator[tuple[str, str]]:
+    """The name whole, and without its last part, cut at a dot or an underscore."""
+    yield "", name
+    for mark in ("_", "."):
+        at = name.rfind(mark)
+        if at > 0:
+            yield name[at:], name[:at]
 
-    The pair of prefixes under which most names meet; where another would give a name another partner: a doubt.
+
+def match_affixes(pairing: Pairing) -> None:
+    """Names that become equal when one prefix, or one suffix, is taken from, put before or exchanged in all that are left.
+
+    The pair of affixes under which most names meet; where another would give a name another partner: a doubt.
     """
-    olds = [(unwrap(pairing.known[param.name]), param.name) for param in pairing.sources_left()]
-    news = [(unwrap(param.name), param.name) for param in pairing.targets_left()]
-    found = _one_bare(_by_rest(olds), _by_rest(news)) | _exchanged(dict(olds), dict(news))
-    fitting = [
-        [(old, new) for old, new in pairs if pairing.source[old].shape == pairing.target[new].shape] for pairs in found.values()
-    ]
-    most = max(map(len, fitting), default=0)
-    said = list(dict.fromkeys(pair for pairs in fitting if len(pairs) == most for pair in pairs))
-    counts, candidates = Counter(old for old, _ in said), defaultdict[str, list[str]](list)
-    for old, new in said:
-        candidates[new].append(old)
-    for old, new in said:
-        if counts[old] == len(candidates[new]) == 1:
-            pairing.pair(old, new, _said(pairing, old, "prefix"))
-        elif not pairing.is_settled(new):
-            pairing.doubt(new, sorted(candidates[new]), "several prefixes fit equally well")
+    for splits in (prefixes, _suffixes):
+        olds = [(unwrap(pairing.known[param.name]), param.name) for param in pairing.sources_left()]
+        news = [(unwrap(param.name), param.name) for param in pairing.targets_left()]
+        found = _one_bare(_by_rest(olds, splits), _by_rest(news, splits))
+        if splits is prefixes:
+            found.update(_exchanged(dict(olds), dict(news)))
+        fitting = [
+            [(old, new) for old, new in pairs if pairing.source[old].shape == pairing.target[new].shape]
+            for pairs in found.values()
+        ]
+        most = max(map(len, fitting), default=0)
+        said = list(dict.fromkeys(pair for pairs in fitting if len(pairs) == most for pair in pairs))
+        counts, candidates = Counter(old for old, _ in said), defaultdict[str, list[str]](list)
+        for old, new in said:
+            candidates[new].append(old)
+        for old, new in said:
+            if counts[old] == len(candidates[new]) == 1:
+                pairing.pair(old, new, _said(pairing, old, "prefix"))
+            elif not pairing.is_settled(new):
+                pairing.doubt(new, sorted(candidates[new]), "several prefixes fit equally well")
 
 
-def _by_rest(names: Iterable[_Pair]) -> dict[str, list[_Pair]]:
+def _by_rest(names: Iterable[_Pair], splits: _Splits) -> dict[str, list[_Pair]]:
     found: dict[str, list[_Pair]] = defaultdict(list)
     for name, own in names:
-        for prefix, rest in prefixes(name):
-            found[rest].append((prefix, own))
+        for affix, rest in splits(name):
+            found[rest].append((affix, own))
     return found
 
 
 def _one_bare(olds: Mapping[str, list[_Pair]], news: Mapping[str, list[_Pair]]) -> dict[_Pair, list[_Pair]]:
-    """Two prefixes, one of them empty -> the pairs of own names that are one under them."""
+    """Two affixes, one of them empty -> the pairs of own names that are one under them."""
     found: dict[_Pair, list[_Pair]] = defaultdict(list)
     for rest in olds.keys() & news.keys():
         bare = [row for row in news[rest] if not row[0]]
         for before, old in olds[rest]:
             for after, new in bare if before else news[rest]:
-                found[before, after].append((old, new))
+                if not {before, after} & _ROLES:
+                    found[before, after].append((old, new))
     return found
 
 
 def _exchanged(olds: Mapping[str, str], news: Mapping[str, str]) -> dict[_Pair, list[_Pair]]:
     """Two prefixes, neither of them empty -> the pairs of own names that are one when one stands for the other."""
-    left, right = _by_rest(olds.items()), _by_rest(news.items())
+    left, right = _by_rest(olds.items(), prefixes), _by_rest(news.items(), prefixes)
     votes: Counter[_Pair] = Counter()
     for rest in left.keys() & right.keys():
-        sides = [[prefix for prefix, _ in side[rest] if prefix] for side in (left, right)]
+        sides = [[affix for affix, _ in side[rest] if affix] for side in (left, right)]
         if len(sides[0]) * len(sides[1]) <= _MOST_WAYS:
             votes.update((before, after) for before in sides[0] for after in sides[1] if _may_be_one(before, after))
     found: dict[_Pair, list[_Pair]] = {}
@@ -322,7 +338,7 @@ def match(
 
     Args:
         source: the tensors of the checkpoint, in order. target: those of the target.
-        stages: "exact+wrappers"; "names" takes a common prefix too; "values" compares samples of the numbers, ahead
+        stages: "exact+wrappers"; "names" takes a common prefix or suffix too; "values" compares samples of the numbers, ahead
             of names, and goes on as "structure" does; "structure" also aligns leaf modules by their
             shapes, order and names; "position" zips what names have left, in order.
         rename: the user's `REGEX=REPLACEMENT` rules, applied to the checkpoint's names first.
@@ -359,7 +375,7 @@ def _staged(pairing: Pairing, stages: Stages, pairs: Sequence[str | tuple[str, s
     if stages == "position":
         match_position(pairing)
     elif stages != "exact+wrappers":
-        match_prefixes(pairing)
+        match_affixes(pairing)
     if pairing.graphs is not None:
         from ckpt_tools.matching.stage import doubt_contradicted
 

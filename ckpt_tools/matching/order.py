@@ -25,6 +25,7 @@ _HEADS = frozenset({("end", "head"), ("end", "pooler"), ("last", "last")})
 _NO_NUMBER = (10**18,)
 _NO_RANK = 100
 _MOST_PARTS = 64  # of a name; what is deeper counts as one part
+_LEAVES = {name: place for place, name in enumerate(("weight", "bias", "running_mean", "running_var", "num_batches_tracked"))}
 _NARROW, _DEPTHWISE, _WIDE = 5, 10, 40  # the ranks of `pw`, `dw`, `pwl`
 
 
@@ -50,7 +51,8 @@ def in_order_of_names(params: Iterable[Param], known: Callable[[str], str]) -> l
 
 def _walk(module: _Module) -> Iterator[Param]:
     """Tensors of a module's own stand in front of the modules in it."""
-    yield from (param for _, param in sorted(module.tensors, key=lambda row: (numbers(row[0]), row[0])))
+    rows = [(_LEAVES.get(leaf, len(_LEAVES)), numbers(leaf), leaf, param) for leaf, param in module.tensors]
+    yield from (param for *_, param in sorted(rows, key=lambda row: row[:3]))
     for part in _in_order(module.modules):
         yield from _walk(module.modules[part])
 

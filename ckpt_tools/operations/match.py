@@ -75,7 +75,7 @@ def match(path: File, options: MatchOptions) -> Matched:
     Reads no tensor bytes unless values are compared, and runs nothing in a file.
 
     Args:
-        path: the checkpoint, IN. Without `match` names decide, a common prefix too.
+        path: the checkpoint, IN. Without `match` names decide, a common prefix or suffix too.
         options: those of `MatchOptions`, as keywords.
 
     Returns:
