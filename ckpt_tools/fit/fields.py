@@ -81,6 +81,7 @@ read_flag = _reader("true or false", lambda value: isinstance(value, bool))
 # a number of a size that is said somewhere
 read_number = _reader("a number", lambda value: type(value) in (int, float) and abs(value) < 1e300, float)
 read_dim = _reader("the number of a dimension", lambda value: type(value) is int and -MAX_DIMENSIONS <= value < MAX_DIMENSIONS)
+read_dims = _list_of(read_dim, "the first and the last dimension", lambda value: len(value) == 2)
 read_sizes = _list_of(read_size, "a list of sizes", lambda value: 0 < len(value) <= MAX_DIMENSIONS)
 read_table = _reader("a table", lambda value: isinstance(value, dict))
 read_shape = _reader(

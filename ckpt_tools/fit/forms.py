@@ -17,17 +17,18 @@ from ckpt_tools.matching.records import Shape
 class Form:
     """What the fields of a step say, sizes still by name."""
 
-    axes: str | None = None
+    axes: str | tuple[int, ...] | None = None
     axis: int | str = 0
     sizes: tuple[str, ...] | None = None
     to: tuple[str, ...] | None = None
+    dims: tuple[int, int] | None = None
     size: str | None = None
     was: str | None = None
     fill: float = 0
 
 
 FIELDS: dict[str, tuple[str, ...]] = {
-    "copy": (), "drop": (), "transpose": (), "reshape": ("to",), "permute": ("axes",),
+    "copy": (), "drop": (), "transpose": (), "reshape": ("to",), "flatten": ("dims",), "permute": ("axes",),
     "split": ("axes", "axis", "sizes"), "concat": ("axes", "axis", "sizes"), "stack": ("axis",), "unstack": ("axis",),
     "pad": ("axis", "size", "was", "fill"), "crop": ("axis", "size", "was", "fill"),
 }  # fmt: skip
@@ -57,9 +58,9 @@ class Task:
             raise MissingSizesError(f"{self.label}: the size {text} is not known.", names)
         return size
 
-    def dim(self, count: int) -> int:
-        """The dimension that `axis` says by its number, from the end where it is negative."""
-        at = self.form.axis
+    def dim(self, count: int, at: int | str | None = None) -> int:
+        """A dimension by its number, from the end where it is negative; that of `axis` where none is given."""
+        at = self.form.axis if at is None else at
         if isinstance(at, str):
             raise self.error("`axis` is the number of a dimension here; a name needs `axes`, which a split or a concat has.")
         if not -count <= at < count:
@@ -71,7 +72,7 @@ class Task:
         axes, axis = self.form.axes, self.form.axis
         if axes is None:
             return Side(tuple((f"_{dim}",) for dim in range(len(shape)))), f"_{self.dim(len(shape))}"
-        if "->" in axes:
+        if not isinstance(axes, str) or "->" in axes:
             raise self.error("`axes` names the dimensions of the whole here: '(groups part head) ...'.")
         side = read_side(axes)
         if not isinstance(axis, str) or axis not in side.axes or names_in(axis) != {axis}:
@@ -105,10 +106,23 @@ def _reshape(task: Task, shape: Shape) -> Solution:
     return Layout(shape), (tuple(sizes),)
 
 
+def _flatten(task: Task, shape: Shape) -> Solution:
+    if not shape:
+        return Layout(shape), ((1,),)
+    first, last = (task.dim(len(shape), at) for at in task.form.dims or (0, -1))
+    if first > last:
+        raise task.error(f"`dims` are the first and the last dimension to flatten, not {first} and {last}.")
+    return Layout(shape), ((*shape[:first], prod(shape[first : last + 1]), *shape[last + 1 :]),)
+
+
 def _permute(task: Task, shape: Shape) -> Solution:
     axes = task.form.axes
     if axes is None:
-        raise task.error("`axes` is missing: 'a b -> b a'.")
+        raise task.error("`axes` is missing: 'a b -> b a', or the dimensions' numbers in their new order.")
+    if not isinstance(axes, str):
+        if sorted(axes) != list(range(len(shape))):
+            raise task.error(f"{list(axes)} is not an order of the {len(shape)} dimensions of {list(shape)}.")
+        return Layout(shape, axes), (tuple(shape[dim] for dim in axes),)
     before, after = read_arrow(axes)
     solved = before.solve(shape, task.sizes, task.label)
     places, at = {}, 0
@@ -204,7 +218,7 @@ def _resize(task: Task, shape: Shape, *, larger: bool) -> Solution:
 
 _SOLVERS: dict[str, Callable[[Task, Shape], Solution]] = {
     "copy": lambda _, shape: (Layout(shape), (shape,)),
-    "transpose": _transpose, "reshape": _reshape, "permute": _permute, "split": _split,
+    "transpose": _transpose, "reshape": _reshape, "flatten": _flatten, "permute": _permute, "split": _split,
     "concat": _concat, "stack": _stack, "unstack": _unstack, "pad": partial(_resize, larger=True),
     "crop": partial(_resize, larger=False),
 }  # fmt: skip

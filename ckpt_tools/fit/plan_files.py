@@ -31,7 +31,7 @@ from ckpt_tools.tree.output_names import check_document_name
 # --- steps that differ in one number alone, as one
 
 
-_PLACE = "{i}"
+_PLACE, _INNER = "{i}", "{j}"  # of a plan that has numbers inside of numbers, as an earlier version wrote them
 _NUMBER = re.compile(r"[0-9]+")
 _RANGE = re.compile(r"(0|[1-9][0-9]{0,8})(?:-([1-9][0-9]{0,8}))?")
 _MOST_NUMBERS = 100_000
@@ -39,10 +39,11 @@ _MOST_NUMBERS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One table of a plan: a step, whose names have `{i}` for these numbers, if there are any."""
+    """One table of a plan: a step, whose names have `{i}` for these numbers and `{j}` for the inner ones, if there are any."""
 
     step: PlanStep
     numbers: str = ""
+    inner: str = ""
 
 
 def fold(steps: Sequence[PlanStep]) -> list[Row]:
@@ -84,8 +85,8 @@ def _template(step: PlanStep, number: str) -> PlanStep:
     return replace(step, old=old, new=new)
 
 
-def filled(step: PlanStep, number: str) -> PlanStep:
-    old, new = (tuple(name.replace(_PLACE, number) for name in names) for names in (step.old, step.new))
+def filled(step: PlanStep, number: str, place: str = _PLACE) -> PlanStep:
+    old, new = (tuple(name.replace(place, number) for name in names) for names in (step.old, step.new))
     return replace(step, old=old, new=new)
 
 
@@ -93,29 +94,35 @@ def unfold(rows: Sequence[Row]) -> list[PlanStep]:
     """The steps of rows; those side by side with the same numbers are done number by number."""
     found: list[PlanStep] = []
     for numbers, group in groupby(rows, key=lambda row: row.numbers):
-        found += _counted([row.step for row in group], numbers, _MOST_STEPS - len(found))
+        steps: list[PlanStep] = []
+        for inner, some in groupby(group, key=lambda row: row.inner):
+            steps += _counted([row.step for row in some], inner, _INNER, _MOST_STEPS - len(steps))
+        found += _counted(steps, numbers, _PLACE, _MOST_STEPS - len(found))
     return found
 
 
-def _counted(steps: list[PlanStep], text: str, most: int) -> list[PlanStep]:
+def _counted(steps: list[PlanStep], text: str, place: str, most: int) -> list[PlanStep]:
     """The steps, once for each of the numbers; as they are without any."""
     if not text:
         return steps
-    if odd := next((name for step in steps for name in (*step.old, *step.new) if _PLACE not in name), None):
-        raise MatchError(f"{odd!r} has no {_PLACE}, and its table has i = {text[:40]!r}.")
+    letter = place[1]
+    if odd := next((name for step in steps for name in (*step.old, *step.new) if place not in name), None):
+        raise MatchError(f"{odd!r} has no {place}, and its table has {letter} = {text[:40]!r}.")
     numbers: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         first = int(match[1]) if match else 0
         last = int(match[2]) if match and match[2] else first
         if match is None or last < first or len(numbers) + last - first >= _MOST_NUMBERS:
-            raise MatchError(f"i = {text[:40]!r} is not a list of whole numbers.", fix='For example: i = "0-11" or "0,2,4"')
+            raise MatchError(
+                f"{letter} = {text[:40]!r} is not a list of whole numbers.", fix=f'For example: {letter} = "0-11" or "0,2,4"'
+            )
         numbers += range(first, last + 1)
     if len(set(numbers)) < len(numbers):
-        raise MatchError(f"i = {text[:40]!r} has a number twice.")
+        raise MatchError(f"{letter} = {text[:40]!r} has a number twice.")
     if len(numbers) * len(steps) > most:
         raise MatchError("The plan has more steps than any model, its numbers written out.")
-    return [filled(step, str(number)) for number in numbers for step in steps]
+    return [filled(step, str(number), place) for number in numbers for step in steps]
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -132,7 +139,7 @@ FORMAT = "ckpt-plan-1"
 _HEAD = f"""\
 # Matching plan, written by ckpt match: what becomes of every tensor. Edit it, then: ckpt convert IN OUT --plan THIS-FILE
 # Steps: copy, reshape, transpose (two dimensions), split and concat (along the first dimension, in the order of the names);
-# permute, stack, unstack, pad, crop, and plans for a family of models: docs/plans.md.
+# permute, flatten, stack, unstack, pad, crop, and plans for a family of models: docs/plans.md.
 # A table with i = "0-11" is one for each number, which stands for {{i}} in its names.
 format = "{FORMAT}"
 """
@@ -250,9 +257,12 @@ def _plan(document: dict[str, Any]) -> Plan:
     fields = Fields(document, "the plan", ("format", "patterns", *lists, "tensor", "mismatched", "ambiguous"))
     rows = []
     for label, row in fields.tables("tensor"):
-        if "i" in row and not (isinstance(row["i"], str) and row["i"]):
-            raise MatchError(f'{label}: i = {brief(row["i"])} is not text such as "0-11".')
-        rows.append(Row(_step(row, label), row.get("i", "")))
+        for letter in "ij":
+            if letter in row and not (isinstance(row[letter], str) and row[letter]):
+                raise MatchError(f'{label}: {letter} = {brief(row[letter])} is not text such as "0-11".')
+        if "j" in row and "i" not in row:
+            raise MatchError(f"{label}: it has a j and no i.", fix="One number alone is i.")
+        rows.append(Row(_step(row, label), row.get("i", ""), row.get("j", "")))
     mismatched, ambiguous = [], []
     for label, row in fields.tables("mismatched"):
         given = Fields(row, label, ("old", "new", "shape", "to"))
@@ -270,7 +280,7 @@ def _step(row: dict[str, Any], label: str) -> PlanStep:
     step = row.get("step", "copy")
     if step not in STEPS:
         raise MatchError(f"{label}: step = {brief(step)} is not one of {', '.join(STEPS)}.")
-    fields = Fields(row, label, ("i", "old", "new", "step", "reason", "confidence", "shape", "to", *FIELDS[step]))
+    fields = Fields(row, label, ("i", "j", "old", "new", "step", "reason", "confidence", "shape", "to", *FIELDS[step]))
     old, new = fields.several("old", read_name), fields.several("new", read_name)
     old_shapes, new_shapes = fields.several("shape", read_shape), fields.several("to", read_shape, None)
     reason, confidence = fields.read("reason", read_name, "edited"), fields.read("confidence", read_number, 1.0)

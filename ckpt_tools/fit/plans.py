@@ -1,6 +1,6 @@
 """Plans: what becomes of every tensor of a checkpoint, step by step. A plan applies exactly, or is refused.
 
-Steps: `copy` (another name), `reshape` (the same numbers in the same order), `transpose` (a matrix, its two
+Steps: `copy` (another name), `reshape`, `flatten` (the same numbers in the same order), `transpose` (a matrix, its two
 dimensions exchanged), `permute` (any dimensions in another order), `split`, `unstack` (one tensor cut along one dimension),
 `concat`, `stack` (several put together along one), `pad`, `crop` (a dimension made larger, smaller).
 """
@@ -23,7 +23,9 @@ from ckpt_tools.matching import Matching
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage
 
-StepName: TypeAlias = Literal["copy", "reshape", "transpose", "split", "concat", "permute", "stack", "unstack", "pad", "crop"]
+StepName: TypeAlias = Literal[
+    "copy", "reshape", "transpose", "split", "concat", "permute", "flatten", "stack", "unstack", "pad", "crop"
+]
 STEPS: tuple[str, ...] = get_args(StepName)
 
 
@@ -212,7 +214,7 @@ def _done(step: PlanStep, entries: Mapping[str, Node]) -> Iterator[tuple[str, No
     one, several = (step.new_shapes, step.old_shapes) if step.step == "concat" else (step.old_shapes, step.new_shapes)
     order = (1, 0) if step.step == "transpose" else ()  # the others along the first dimension, as the shapes alone say
     layout = step.layout or Layout(one[0], order, sizes=tuple(shape[0] for shape in several if shape))
-    if step.step == "reshape":
+    if step.step in ("reshape", "flatten"):
         yield step.new[0], rearranging.reshaped(plain[0], step.new_shapes[0])
     elif step.step in ("transpose", "permute"):
         yield step.new[0], rearranging.rearranged(plain[0], layout, step.new_shapes[0])

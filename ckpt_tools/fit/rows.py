@@ -13,6 +13,7 @@ from ckpt_tools.fit.fields import (
     Fields,
     check_value,
     read_dim,
+    read_dims,
     read_flag,
     read_name,
     read_names,
@@ -107,15 +108,17 @@ _INVERSE = {"split": "concat", "concat": "split", "stack": "unstack", "unstack":
 
 def _inverse_form(step: PatternStep) -> Form:
     form = step.form
-    if step.step == "reshape":
-        raise MatchError(f"{step.label}: a reshape has no inverse.", fix="Say it as a permute: axes = '(a b) -> a b'.")
+    if step.step in ("reshape", "flatten"):
+        raise MatchError(f"{step.label}: a {step.step} has no inverse.", fix="Say it as a permute: axes = '(a b) -> a b'.")
     if step.step in ("pad", "crop") and form.was is None:
         raise MatchError(f"{step.label}: the inverse of a {step.step} needs `was`, the size before it.")
     if step.step in ("pad", "crop"):
         return replace(form, size=form.was, was=form.size)
-    if step.step == "permute" and form.axes is not None:
+    if step.step == "permute" and isinstance(form.axes, str):
         before, _, after = form.axes.partition("->")
         return replace(form, axes=f"{after.strip()} -> {before.strip()}")
+    if step.step == "permute" and form.axes is not None:
+        return replace(form, axes=tuple(form.axes.index(dim) for dim in range(len(form.axes))))  # type: ignore[arg-type]
     return form
 
 
@@ -185,7 +188,7 @@ def _steps(row: dict[str, Any], where: str) -> Iterator[PatternStep]:
         yield made
 
 
-_FORM = {"sizes": read_sizes, "to": read_sizes, "size": read_size, "was": read_size, "fill": read_number}
+_FORM = {"sizes": read_sizes, "to": read_sizes, "size": read_size, "was": read_size, "dims": read_dims, "fill": read_number}
 
 
 def read_form(fields: Fields, step: str) -> Form:
@@ -195,8 +198,11 @@ def read_form(fields: Fields, step: str) -> Form:
     sizes = [*found.get("sizes", ()), *(text for text in found.get("to", ()) if text != "-1")]
     for text in (*sizes, found.get("size", "1"), found.get("was", "1")):
         size_of(text, {})
-    axes = fields.read("axes", read_name) if "axes" in given else None
-    if axes is not None:
+    axes: str | tuple[int, ...] | None = None
+    if "axes" in given and step == "permute" and isinstance(fields.row["axes"], list):
+        axes = tuple(read_dim(dim, f"{fields.label}: axes") for dim in fields.row["axes"])
+    elif "axes" in given:
+        axes = fields.read("axes", read_name)
         (read_arrow if step == "permute" else read_side)(axes)
     axis = fields.row["axis"] if "axis" in given else 0
     if not isinstance(axis, str) or not axis:

@@ -116,6 +116,19 @@ def test_a_name_that_toml_cannot_hold(tmp_path: Path) -> None:
     assert not (tmp_path / "plan.toml").exists()
 
 
+def test_numbers_inside_of_numbers(tmp_path: Path) -> None:
+    """A plan that an earlier version wrote has `{j}` for the experts in a layer."""
+    state = {f"layers.{i}.{j}.{kind}": torch.full((2,), 10.0 * i + j) for i in (0, 1) for j in (0, 1, 2) for kind in "wb"}
+    steps = [
+        f'i = "0-1"\nj = "0-2"\n{table(f"layers.{{i}}.{{j}}.{kind}", f"h.{{i}}.e{{j}}.{kind}", shape=[2])[11:]}'
+        for kind in "wb"
+    ]
+    loaded = applied(state, FORMAT + "".join(f"\n[[tensor]]\n{step}" for step in steps), tmp_path)
+    wanted = {f"h.{i}.e{j}.{kind}": state[f"layers.{i}.{j}.{kind}"] for i in (0, 1) for j in (0, 1, 2) for kind in "wb"}
+    assert [*loaded] == [*wanted]
+    assert all(torch.equal(loaded[name], value) for name, value in wanted.items())
+
+
 # --- files that are no plan
 
 
@@ -124,8 +137,8 @@ ONE = '[[tensor]]\nold = "a"\nnew = "b"\n'
 RUBBISH: list[str] = [
     *(f'{FORMAT}[[tensor]]\ni = "{number}"\nold = "{old}"\nnew = "b.{{i}}"\nshape = [2]\n'
       for number in NUMBERED for old in ("a.{i}", "a")),
-    *(f'{FORMAT}[[tensor]]\n{numbers}\nold = "a.{{i}}"\nnew = "b.{{i}}"\nshape = [2]\n'
-      for numbers in ('j = "0-1"', "i = 3", 'i = "0-1"\nj = "0-1"')),
+    *(f'{FORMAT}[[tensor]]\n{numbers}\nold = "a.{{i}}.{{j}}"\nnew = "b.{{i}}.{{j}}"\nshape = [2]\n'
+      for numbers in ('j = "0-1"', 'i = "0-1"\nj = "1-0"', 'i = "0-1"\nj = 3', 'i = "0-90000"\nj = "0-90000"')),
     'format = "ckpt-plan-9"\n' + PLAN, FORMAT + PLAN.replace("split", "cut"), FORMAT + '[[tensor]]\nold = "a"\n',
     FORMAT + '[[tensor]]\nold = []\nnew = "b"\nshape = [1]\n', FORMAT + '[[tensor]]\nold = 3\nnew = "b"\nshape = [1]\n',
     *(f"{FORMAT}{ONE}shape = {shape}\n" for shape in ("[-1]", "[1.5]", "[1]\nconfidence = nan", "[1]\nchape = [1]")),

@@ -42,7 +42,7 @@ def test_tensors_without_elements_go_through_every_step(tmp_path: Path) -> None:
     torch.save({"a": torch.empty(0, 6)}, tmp_path / "in.pth")
     for step, shape in (
         ('step = "transpose"', (6, 0)), ('step = "permute"\naxes = "(x 2) (3 y) -> (2 x) y 3"', (0, 2, 3)),
-        ('step = "permute"\naxes = "a b -> (a b)"', (0,)), ('step = "pad"\nsize = 2', (2, 6)), ('step = "stack"', (1, 0, 6)),
+        ('step = "flatten"', (0,)), ('step = "pad"\nsize = 2', (2, 6)), ('step = "stack"', (1, 0, 6)),
     ):  # fmt: skip
         (tmp_path / "p.toml").write_text(f'{HEAD}[[tensor]]\nold = "a"\nnew = "b"\n{step}\n')
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / "p.toml", overwrite=True)
