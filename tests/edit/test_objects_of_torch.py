@@ -251,3 +251,11 @@ def test_bytes_become_no_more_tensors_than_a_file_has(tmp_path: Path) -> None:
         with limits.raised(nodes=9000), pytest.raises(LimitError, match="tensors") as caught:
             ckpt_tools.convert(tmp_path / f"{name}.pth", tmp_path / "out.pth", objects="plain")
         assert "raise the limit: `limits.raised(nodes=" in caught.value.fix
+
+
+def test_a_parameter_without_values_is_dropped_and_told(tmp_path: Path) -> None:
+    """A lazy layer's has no shape yet; what it is made from is a flag, and no number of the model."""
+    torch.save(nn.Sequential(nn.LazyLinear(3), nn.Linear(2, 2)).state_dict(), tmp_path / "lazy.pth")
+    report = ckpt_tools.convert(tmp_path / "lazy.pth", tmp_path / "out.pth", objects="plain")
+    assert {".".join(map(str, row.where)): row.became for row in report.objects} == {"0.weight": "dropped", "0.bias": "dropped"}
+    assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["1.weight", "1.bias"]

@@ -360,6 +360,7 @@ _CONVERSIONS: dict[str, Converter] = {
         lambda node, _: f"{node.name.rpartition('.')[2]}({', '.join(map(repr, _numbers(node.args)))})",
     ),
     "builtins.getattr": _member,
+    "torch.nn.parameter.UninitializedParameter": lambda node, _: DROP,  # of a lazy module: it has no values yet
     "numpy.dtype": lambda node, _: BY_NUMPY[code].name if (code := _numpy_type(node)[0]) in BY_NUMPY else code,
     "decimal.Decimal": _text_argument,
     "fractions.Fraction": _fraction,
