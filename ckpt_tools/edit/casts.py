@@ -85,6 +85,8 @@ def _cast_storage(views: Sequence[_View], target: DType, casting: Casting) -> St
         raise ConvertError(f"{path!r} shares its storage with a tensor of another dtype; it cannot be cast.")
     if before.packed > 1 or not before.in_torch:
         raise ConvertError(f"{path!r} is {before.name}, which torch cannot cast.", fix="Name others: `dtype='GLOB=TYPE'`.")
+    if target.itemsize == 1 and any("neg" in entry.lazy_bits for _, _, entry in views):
+        raise ConvertError(f"{path!r} is kept as its negative, which torch has of no {target.name}.")
     move = f"{before.name} -> {target.name}"
     casting.moves[move] = casting.moves.get(move, 0) + len(views)
     need_torch("`dtype` casts tensors with it.")
@@ -155,7 +157,8 @@ def to_little_endian(root: Node, byteorder: str) -> Node:
 
 # --- devices
 
-_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|maia|xla|privateuseone)(:\d+)?")
+# torch keeps the number of a device in a byte: of 128 it makes -128
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|maia|xla|privateuseone)(:(0|[1-9]\d?|1[01]\d|12[0-7]))?", re.ASCII)
 
 
 def is_device(tag: str) -> bool:

@@ -23,7 +23,15 @@ _CLEAR = 2  # times that vectors are nearer to one dimension's than to another's
 
 
 def find(node: Dict) -> list[Parametrized]:
-    return parametrized({name: value.shape for name, value in tensors_by_name(node).items() if type(value) is Entry})
+    """The weights in parts; the kind of one with a second parametrization, which only `_metadata` tells, is not known."""
+    rows = parametrized({name: value.shape for name, value in tensors_by_name(node).items() if type(value) is Entry})
+    metadata = node.attributes.get("_metadata") if node.attributes is not None else None
+    paths = {path for path, _ in metadata.items if type(path) is str} if type(metadata) is Dict else set[str]()
+    for row in rows:
+        module, _, last = row.name.rpartition(".")
+        if ".".join(filter(None, (module, "parametrizations", last, "1"))) in paths:
+            row.kind = ""
+    return rows
 
 
 def fold_all(root: Node) -> list[Parametrized]:

@@ -43,7 +43,7 @@ from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.modules import is_module
 from ckpt_tools.tree.names import unwrap as unwrap_name
-from ckpt_tools.tree.nodes import Entry, Node, Object, Storage, contiguous_stride
+from ckpt_tools.tree.nodes import PLAIN, Entry, List, Node, Object, Storage, Where, contiguous_stride
 from ckpt_tools.tree.options import as_in, as_keywords, option, record
 from ckpt_tools.tree.output_names import Format, check_one_file, output_format
 from ckpt_tools.tree.visit import walk
@@ -155,8 +155,8 @@ def _weights(given: Sequence[float] | None, count: int) -> list[float]:
     weights = [1.0] * count if given is None else list(given)
     if len(weights) != count:
         raise UsageError(f"`weights` has {len(weights)} numbers for {count} checkpoints.")
-    whole = math.fsum(weights)
-    if not all(map(math.isfinite, weights)) or not math.isfinite(whole) or whole == 0:
+    whole = sum(weights) if all(map(math.isfinite, weights)) else math.nan
+    if not math.isfinite(whole) or whole == 0:
         raise UsageError("`weights` must be finite numbers that do not sum to zero.")
     return [weight / whole for weight in weights]
 
@@ -327,10 +327,20 @@ class _Mean:
             what = f"{len(rest[0])} tensors outside state dicts (optimizer state)"
             text = f"{what} are those of {self.paths[0]}; `select` drops them."
             self.report.output.note("rest-from-first", text)
+        first, *others = map(_values, self.roots)
+        if differing := [where for where, value in first.items() if any(other.get(where) != value for other in others)]:
+            text = f"Values that differ are those of {self.paths[0]}: {listed([dotted(where) for where in differing], 3)}."
+            self.report.output.note("values-from-first", text)
         for path, wheres in zip(self.paths[1:], rest[1:], strict=True):
             if more := [dotted(where) for where in wheres - rest[0]]:
                 text = f"{path} has {len(more)} more tensors, which are in no mean and left out: {listed(sorted(more), 3)}."
                 self.report.output.note("rest-left-out", text)
+
+
+def _values(root: Node) -> dict[Where, str]:
+    """The plain values of a tree, but those in lists."""
+    found = walk(root, stop=lambda node: type(node) is List or is_tensor(node))
+    return {where: repr(node) for where, node in found if type(node) in PLAIN}
 
 
 def _check_plain(state_dicts: Sequence[StateDict], path: str) -> None:

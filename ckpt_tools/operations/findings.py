@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.operations.loaders import Loads
 from ckpt_tools.operations.safety import Safety
 from ckpt_tools.parts.partition import Partition, without_advice
@@ -22,7 +21,7 @@ from ckpt_tools.tree.findings import Finding, may_be_of_several, mending
 from ckpt_tools.tree.modules import is_lightning
 from ckpt_tools.tree.names import MODULE, of_all, split_by_module, unwrapping, wrapped_part
 from ckpt_tools.tree.nodes import Entry, Global, Object, Storage
-from ckpt_tools.tree.parametrized import parametrized, told
+from ckpt_tools.tree.parametrized import part_of, told
 from ckpt_tools.tree.visit import walk
 
 _DEAD_FROM = 1 << 20
@@ -188,8 +187,11 @@ def _prefixes(facts: Facts) -> Iterator[_Advised]:
 def _parametrized(facts: Facts) -> Iterator[_Advised]:
     """Weights that weight norm and its like keep in parts."""
     for state_dict in facts.checkpoint.state_dicts:
-        tensors = tensors_by_name(state_dict.node)
-        if rows := parametrized({name: node.shape for name, node in tensors.items() if type(node) is Entry}):
+        if not any(map(part_of, state_dict.names)):
+            continue
+        from ckpt_tools.edit.parametrized import find
+
+        if rows := find(state_dict.node):
             found, option = told(rows), _FOLD if all(row.kind for row in rows) else ""
             expected = "plain weights, if your model is built without it"
             fix = facts.fix(option) if option else ""

@@ -171,8 +171,14 @@ def test_what_cannot_be_folded_is_refused(tmp_path: Path) -> None:
 
     layer = torch.nn.Linear(2, 2)
     parametrize.register_parametrization(layer, "weight", Doubled())
-    torch.save(layer.state_dict(), tmp_path / "in.pth")
-    with pytest.raises(ConvertError, match=r"'weight' is in parts by a parametrization that is not known"):
-        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", fold=True)
+    both = parametrizations.weight_norm(torch.nn.Linear(2, 2))  # a second one that has no tensors: its names are those of one
+    parametrize.register_parametrization(both, "weight", Doubled())
+    for made in (layer, both):
+        torch.save(made.state_dict(), tmp_path / "in.pth")
+        with pytest.raises(ConvertError, match=r"'weight' is in parts by a parametrization that is not known"):
+            ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", fold=True)
+        with pytest.raises(MatchError):
+            load_into(torch.nn.Linear(2, 2), tmp_path / "in.pth")
+        assert "--fold" not in ckpt("inspect", tmp_path / "in.pth").output
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "in.pth")
     assert "no weight in parts" in ckpt("convert", tmp_path / "in.pth", tmp_path / "out.pth", "--fold", code=3).output

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools import average
+from ckpt_tools.errors import UsageError
 
 
 def files(folder: Path, *states: Any) -> list[Path]:
@@ -110,3 +111,19 @@ def test_names_of_any_input_are_unwrapped(tmp_path: Path) -> None:
     report = average([tmp_path / "a.pth", tmp_path / "b.pth"], tmp_path / "out.pth", unwrap=True)
     assert torch.load(tmp_path / "out.pth", weights_only=True)["w"].tolist() == [0.5, 0.5]
     assert not report.output.notes
+
+
+def test_values_that_differ_are_the_first_ones_and_told(tmp_path: Path) -> None:
+    """Plain values are not averaged; those that are equal are not told."""
+    paths = files(tmp_path, *({"model": {"a.w": torch.ones(1)}, "kept": 1, "config": {"epoch": epoch}} for epoch in (1, 7)))
+    report = average(paths, tmp_path / "out.pth")
+    assert load(tmp_path / "out.pth")["config"] == {"epoch": 1}
+    notes = {note.code: note.text for note in report.output.notes}
+    assert notes == {"values-from-first": f"Values that differ are those of {paths[0]}: config.epoch."}
+
+
+@pytest.mark.parametrize("weights", [[1e308, 1e308], [float("inf"), float("-inf")], [float("nan"), 1.0]])
+def test_weights_without_a_finite_sum_are_refused(tmp_path: Path, weights: list[float]) -> None:
+    """Before anything is written."""
+    with pytest.raises(UsageError, match="finite numbers"):
+        average(files(tmp_path, *[{"a.w": torch.ones(1)}] * 2), tmp_path / "out.pth", weights=weights)

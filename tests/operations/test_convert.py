@@ -106,6 +106,13 @@ def test_map_location_places_as_torch_load_does(tmp_path: Path) -> None:
     assert set(report.devices) == {"cuda:0 -> cuda:5", "cuda:3 -> cpu"}
 
 
+@pytest.mark.parametrize("device", ["cuda:128", "cuda:00", "cuda:999999999999", "meta"])
+def test_map_location_takes_no_device_that_torch_cannot_name(tmp_path: Path, device: str) -> None:
+    """Of 128 torch would make -128."""
+    with pytest.raises(UsageError, match="is not a device"):
+        ckpt_tools.convert(FIXTURES / "ddp.pth", tmp_path / "out.pth", map_location=device)
+
+
 def test_map_location_swaps(tmp_path: Path) -> None:
     """Two devices change places: pairs apply at once, not one after another."""
     first, second = torch.ones(2), torch.zeros(2)
