@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError, UsageError
 from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, find_tensors, names_quantised
-from ckpt_tools.pickling.torch_objects import unusual_tensor
+from ckpt_tools.pickling.torch_objects import is_device, unusual_tensor
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType
@@ -157,13 +156,10 @@ def to_little_endian(root: Node, byteorder: str) -> Node:
 
 # --- devices
 
-# torch keeps the number of a device in a byte: of 128 it makes -128
-_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|maia|xla|privateuseone)(:(0|[1-9]\d?|1[01]\d|12[0-7]))?", re.ASCII)
 
-
-def is_device(tag: str) -> bool:
-    """Whether a device tag names a kind of device on which torch has values: any but `meta`."""
-    return _DEVICE.fullmatch(tag) is not None
+def has_values(tag: str) -> bool:
+    """Whether a device tag names a device on which torch has values: any but `meta`."""
+    return is_device(tag) and tag.partition(":")[0] != "meta"
 
 
 def parse_map_location(spec: str) -> Callable[[str], str]:
@@ -171,7 +167,7 @@ def parse_map_location(spec: str) -> Callable[[str], str]:
     pairs = [part.strip().partition("=") for part in spec.split(",")]
     for source, equals, target in pairs:
         for device in (source, target) if equals else (source,):
-            if not is_device(device):
+            if not has_values(device):
                 what = f"`map_location={spec!r}`: {device!r} is not a device."
                 raise UsageError(what, fix="For example: cpu, cuda:1, cuda:0=cpu.")
     if len(pairs) == 1 and not pairs[0][1]:

@@ -17,6 +17,7 @@ from typing import Literal
 from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.pickling.arrays_behind import WRAPPER
+from ckpt_tools.pickling.torch_objects import is_device
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import listed
 from ckpt_tools.tree.findings import Finding, mending
@@ -120,9 +121,6 @@ def misnaming(checkpoint: Checkpoint) -> str:
 # --- what stands in the way of loading on this machine
 
 
-_LONGEST_INDEX = 16  # more digits than any machine has devices
-
-
 def obstacles(checkpoint: Checkpoint, device: str | None = None) -> Iterator[Finding]:
     """What stands in the way of loading on this machine, in this Python; with `device`, on a machine that has this one."""
     yield from _devices(checkpoint, device) if device is not None else ()
@@ -131,25 +129,15 @@ def obstacles(checkpoint: Checkpoint, device: str | None = None) -> Iterator[Fin
     yield from _names(str(checkpoint.path), checkpoint.globals, how_it_loads(checkpoint).call)
 
 
-def is_device(text: str) -> bool:
-    """Whether this is a device that `--device` takes: a kind, or a kind and a number."""
-    return _parsed(text) is not None
-
-
-def _parsed(tag: str) -> tuple[str, int] | None:
-    """A device's kind and number; None for other text."""
-    kind, colon, index = tag.partition(":")
-    if not kind.isidentifier() or (colon and not (index.isdecimal() and len(index) < _LONGEST_INDEX)):
-        return None
-    return kind, int(index or 0)
-
-
 def _devices(checkpoint: Checkpoint, device: str) -> Iterator[Finding]:
     """Storages of devices that a machine lacks which has this one and those before it."""
     found = dict.fromkeys(tensor.node.storage.device for tensor in checkpoint.tensors if hasattr(tensor.node, "storage"))
-    kind, last = _parsed(device) or (device, 0)
-    parsed = {tag: _parsed(tag) for tag in found if tag not in (None, "cpu", "meta")}
-    beyond = [tag for tag, known in parsed.items() if known is None or known[0] != kind or known[1] > last]
+    own, _, last = device.partition(":")
+    beyond = []
+    for tag in found:
+        kind, _, number = (tag or "cpu").partition(":")
+        if tag not in (None, "cpu", "meta") and not (is_device(tag) and kind == own and int(number or 0) <= int(last or 0)):
+            beyond.append(tag)
     if beyond:
         fix = mending("convert", str(checkpoint.path), "--map-location cpu")
         expected = "cpu, or map_location='cpu' in torch.load"

@@ -232,7 +232,8 @@ _DEVICE = re.compile(
 )
 
 
-def _is_device(text: Node, *index: Node) -> bool:
+def is_device(text: Node, *index: Node) -> bool:
+    """Whether torch makes a device of these: a kind and a number below 128, which it keeps in a byte."""
     found = _DEVICE.fullmatch(text) if type(text) is str else None
     numbers = (*([int(found[2])] if found and found[2] else []), *index)
     return found is not None and len(numbers) < 2 and all(type(number) is int and 0 <= number < 128 for number in numbers)
@@ -259,7 +260,7 @@ _FUNCTIONS: tuple[tuple[str, int, int, Callable[..., Node]], ...] = (
     ("torch.tensor._rebuild_from_type_v2", 4, 4, _from_type),
     *((f"torch._utils._rebuild_{name}", count, count, lambda *_: True) for name, count in _COUNTS.items()),
     ("torch.Size", 0, 1, _is_size),
-    ("torch.device", 1, 2, _is_device),
+    ("torch.device", 1, 2, is_device),
     ("torch.serialization._get_layout", 1, 1, lambda name: name in [f"torch.{layout}" for layout in _LAYOUTS]),
     ("collections.OrderedDict", 0, 1, _ordered_dict),
     ("_codecs.encode", 1, 2, _encode),

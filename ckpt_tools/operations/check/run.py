@@ -49,7 +49,7 @@ from ckpt_tools.parts.names import INDEX_SUFFIX
 from ckpt_tools.parts.open import open_checkpoint, open_source
 from ckpt_tools.parts.partition import without_advice
 from ckpt_tools.parts.training import is_state_of_step
-from ckpt_tools.pickling.torch_objects import SPARSE, SparseParts, sparse_parts, unwrapped
+from ckpt_tools.pickling.torch_objects import SPARSE, SparseParts, is_device, sparse_parts, unwrapped
 from ckpt_tools.text import did_you_mean, dotted, listed
 from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.nodes import Entry, Object, Storage, Where
@@ -224,7 +224,7 @@ class Wanted:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if self.device is not None and not loaders.is_device(self.device):
+        if self.device is not None and not is_device(self.device):
             raise UsageError(f"`device={self.device!r}` is not a device.", fix="Give cpu, cuda:0, mps ...")
         if not self.ignore:
             return

@@ -173,7 +173,7 @@ def _impossible_values(root: Node) -> Iterator[str]:
     if Storage in kinds and Object in kinds and next(find_tensors(root), None) is None:
         yield "it names storages, and makes no tensor of them"
     for where, entry in _entries(root).items():
-        if not casts.is_device(entry.storage.device or "cpu"):
+        if not casts.has_values(entry.storage.device or "cpu"):
             yield f"{dotted(where)} lies on {entry.storage.device!r}, which is not a device"
         elif entry.requires_grad and entry.dtype.family not in ("float", "complex"):
             yield f"{dotted(where)} needs a gradient, and holds {entry.dtype.name}"
