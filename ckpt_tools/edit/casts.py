@@ -85,7 +85,7 @@ def _cast_storage(views: Sequence[_View], target: DType, casting: Casting) -> St
     if before.packed > 1 or not before.in_torch:
         raise ConvertError(f"{path!r} is {before.name}, which torch cannot cast.", fix="Name others: `dtype='GLOB=TYPE'`.")
     if target.itemsize == 1 and any("neg" in entry.lazy_bits for _, _, entry in views):
-        raise ConvertError(f"{path!r} is kept as its negative, which torch has of no {target.name}.")
+        raise ConvertError(f"{path!r} is a negated view, and torch cannot negate {target.name}.")
     move = f"{before.name} -> {target.name}"
     casting.moves[move] = casting.moves.get(move, 0) + len(views)
     need_torch("`dtype` casts tensors with it.")

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
 from ckpt_tools import Converted
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import ConvertError, UsageError
 from fixtures.make import UsersModule, network, tagged, training_state
 from tests.support.graphs import assert_same, element_bytes, load_with_tags
 from tests.support.samples import FIXTURES
@@ -111,6 +111,16 @@ def test_map_location_takes_no_device_that_torch_cannot_name(tmp_path: Path, dev
     """Of 128 torch would make -128."""
     with pytest.raises(UsageError, match="is not a device"):
         ckpt_tools.convert(FIXTURES / "ddp.pth", tmp_path / "out.pth", map_location=device)
+
+
+def test_a_negated_view_is_not_cast_to_what_torch_cannot_negate(tmp_path: Path) -> None:
+    """The imaginary part of a conjugate: torch.load gives it back with its bit, which no 8-bit float has a function for."""
+    view = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    torch.save({"w": view}, tmp_path / "in.pth")
+    with pytest.raises(ConvertError, match="cannot negate float8_e4m3fn"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dtype="fp8_e4m3")
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dtype="bf16")
+    assert torch.load(tmp_path / "out.pth")["w"].tolist() == view.tolist()
 
 
 def test_map_location_swaps(tmp_path: Path) -> None:
