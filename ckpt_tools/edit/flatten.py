@@ -263,10 +263,9 @@ _SCALARS = frozenset((type(None), bool, int, float, str))
 
 def _state_dict_metadata(node: Dict, flat: Flat) -> None:
     """`_metadata` as JSON: of each module what torch writes, {"version": number} and the like; other rows are told about."""
-    metadata = node.attributes.get("_metadata") if node.attributes is not None else None
     kept: list[tuple[Node, Node]] = []
     odd: list[tuple[Node, Node]] = []
-    for path, row in metadata.items if type(metadata) is Dict else ():
+    for path, row in node.metadata.items if node.metadata is not None else ():
         pairs = row.items if type(path) is str and type(row) is Dict else [(None, None)]
         is_plain = all(type(key) is str and type(value) in _SCALARS for key, value in pairs)
         (kept if is_plain else odd).append((path, row))

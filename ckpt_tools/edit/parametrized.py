@@ -25,8 +25,7 @@ _CLEAR = 2  # times that vectors are nearer to one dimension's than to another's
 def find(node: Dict) -> list[Parametrized]:
     """The weights in parts; the kind of one with a second parametrization, which only `_metadata` tells, is not known."""
     rows = parametrized({name: value.shape for name, value in tensors_by_name(node).items() if type(value) is Entry})
-    metadata = node.attributes.get("_metadata") if node.attributes is not None else None
-    paths = {path for path, _ in metadata.items if type(path) is str} if type(metadata) is Dict else set[str]()
+    paths = node.metadata.named if node.metadata is not None else {}
     for row in rows:
         module, _, last = row.name.rpartition(".")
         if ".".join(filter(None, (module, "parametrizations", last, "1"))) in paths:
@@ -91,8 +90,7 @@ def _fold(node: Dict, rows: Sequence[Parametrized]) -> None:
         first[next(key for key, _ in node.items if key in row.parts.values())] = (row.name, made[key])
     gone = {name for row in rows for name in row.parts.values()}
     node.items[:] = [first.get(key, (key, value)) for key, value in node.items if key in first or key not in gone]
-    metadata = node.attributes.get("_metadata") if node.attributes is not None else None
-    if type(metadata) is Dict:  # without the rows of parametrizations that are no more
+    if (metadata := node.metadata) is not None:  # without the rows of parametrizations that are no more
         left = tuple(key for key, _ in node.items if type(key) is str and "parametrizations." in key)
         kept = [
             (path, row) for path, row in metadata.items

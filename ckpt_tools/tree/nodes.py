@@ -157,6 +157,12 @@ class Dict:
         """The values whose keys are text."""
         return {name: value for name, value in self.items if type(name) is str}
 
+    @property
+    def metadata(self) -> Dict | None:
+        """`_metadata` of a state dict, a row for each module; None where it has none."""
+        found = self.attributes.get("_metadata") if self.attributes is not None else None
+        return found if type(found) is Dict else None
+
     def __contains__(self, key: str) -> bool:
         return any(name == key and type(name) is str for name, _ in self.items)
 

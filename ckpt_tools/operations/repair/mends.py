@@ -149,7 +149,7 @@ def _parent(name: str) -> str:
 
 def _mend_metadata(state_dict: StateDict) -> Iterator[Mended]:
     """`_metadata` that names modules under a wrapper which the names do not have, or the reverse."""
-    metadata = _metadata(state_dict.node)
+    metadata = state_dict.node.metadata
     if metadata is None:
         return
     modules = _modules(state_dict.names)
@@ -168,11 +168,6 @@ def _mend_metadata(state_dict: StateDict) -> Iterator[Mended]:
         renaming.replace_metadata(state_dict.node, metadata, rows)
         text = f"rows of _metadata that were about names no longer there now follow the names: {moved}"
         yield Mended("stale-metadata", list(state_dict.where), text)
-
-
-def _metadata(node: Dict) -> Dict | None:
-    found = node.attributes.get("_metadata") if node.attributes is not None else None
-    return found if type(found) is Dict else None
 
 
 def _modules(names: Sequence[str]) -> set[str]:
@@ -203,7 +198,7 @@ def _home(path: str, modules: set[str]) -> str | None:
 
 def _mend_counters(state_dict: StateDict, root: Node, lost: frozenset[Where]) -> Iterator[Mended]:
     """Batch norms of version 2 without num_batches_tracked, which a strict `load_state_dict` asks for."""
-    metadata, names = _metadata(state_dict.node), set(state_dict.names)
+    metadata, names = state_dict.node.metadata, set(state_dict.names)
     rows = metadata.items if metadata is not None else ()
     versions = {path: row.get("version") for path, row in rows if type(path) is str and type(row) is Dict}
     after: dict[str, str] = {}
