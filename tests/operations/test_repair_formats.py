@@ -55,6 +55,15 @@ def test_garbage_around_safetensors(
     assert ("unproved-places" in dict(report.notes)) is bool(behind)
 
 
+@pytest.mark.parametrize("damaged", [b'"dtype":"X32"', b'"dtypf":"F32"'])
+def test_an_empty_tensor_whose_description_is_damaged_is_missing(tmp_path: Path, damaged: bytes) -> None:
+    """None of its bytes is lost, and its dtype is."""
+    save_file({"a": torch.ones(3), "empty": torch.zeros(0, 4)}, tmp_path / "model.safetensors", {"format": "pt"})
+    data = (tmp_path / "model.safetensors").read_bytes().replace(b'"empty":{"dtype":"F32"', b'"empty":{' + damaged)
+    report, found = repaired(data, tmp_path, suffix=".safetensors")
+    assert (report.exit_code, [row.where for row in report.missing], list(found)) == (1, [["empty"]], ["a"])
+
+
 def test_bytes_amid_safetensors_are_not_all_saved(whole_safetensors: tuple[bytes, Tensors], tmp_path: Path) -> None:
     """Bytes that were put in between the tensors move those behind them: exit code 0 is not said."""
     data, tensors = whole_safetensors

@@ -93,7 +93,8 @@ def salvage_zip(walk: Walk, records: Sequence[Found], *, keep_damaged: bool) -> 
         )  # fmt: skip
     made = {key: storage for key, (_, storage) in storages.by_key.items()}
     for name in misplaced(records, zipped.chosen, zipped.prefix, made):
-        zipped.lost.setdefault(name, "its record is not where its name belongs: the name may be damaged")
+        if made[name].nbytes:
+            zipped.lost.setdefault(name, "its record is not where its name belongs: the name may be damaged")
     order = zipped.byteorder()
     checkpoint = Checkpoint(
         "torch-zip", root, walk.source, list(machine.globals), list(machine.unusual), {}, [],
@@ -324,9 +325,14 @@ def find_missing(root: Node, lost: dict[int, str], *, kept: bool) -> list[Missin
         below = {id(node): node for node in reachable(tensor.node) if type(node) is Storage}
         reason = next((lost[key] for key in below if key in lost), None)
         nbytes = tensor.node.nbytes if type(tensor.node) is Entry else sum(node.nbytes for node in below.values())
-        if reason is not None and (nbytes or type(tensor.node) is not Entry):
+        if reason is not None and (type(tensor.node) is not Entry or _needs_storage(tensor.node)):
             found.append(Missing(list(tensor.where), nbytes, reason, kept))
     return found
+
+
+def _needs_storage(entry: Entry) -> bool:
+    """Not an empty view of a storage with bytes; an empty tensor's own storage is lost where its description is."""
+    return bool(entry.nbytes) or not entry.storage.nbytes
 
 
 def leave_out(root: Node, lost: dict[int, str]) -> Node:
@@ -337,7 +343,7 @@ def leave_out(root: Node, lost: dict[int, str]) -> Node:
     gone = {id(node) for node in objects if any(type(below) is Storage and id(below) in lost for below in reachable(node))}
 
     def swap(node: Node) -> Node | Drop:
-        if type(node) is Entry and id(node.storage) in lost and node.nbytes:
+        if type(node) is Entry and id(node.storage) in lost and _needs_storage(node):
             return DROP
         if (type(node) is Storage and id(node) in lost) or id(node) in gone:
             return DROP
