@@ -55,7 +55,7 @@ def test_a_row_is_explained_by_its_name_and_its_heading(name: str) -> None:
         if program == "ckpt":
             parser = main.get_command(click.Context(main), command)
             assert parser is not None
-            parser.make_parser(click.Context(parser)).parse_args(arguments)
+            parser.make_parser(click.Context(parser, **main.context_settings)).parse_args(arguments)
 
 
 @pytest.mark.parametrize("words", OTHERS)
