@@ -99,9 +99,9 @@ def shape_text(shape: Sequence[int] | None) -> str:
     return "?" if shape is None else "x".join(map(str, shape)) or "scalar"
 
 
-def these_ranks(ranks: Sequence[object], *, rest: int = 0) -> str:
-    """The numbers of one or of several ranks; `rest` were left out before."""
-    return f"rank{'s' if len(ranks) + rest != 1 else ''} {listed(ranks, rest=rest)}"
+def these_ranks(ranks: Sequence[object]) -> str:
+    """The numbers of one or of several ranks."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks)}"
 
 
 def shortened(text: str, limit: int) -> str:

@@ -22,7 +22,7 @@ _SMALL_GAP = 4096  # storages keep their offsets when that leaves a gap of at mo
 _Small = list[tuple[str, Content]]
 
 
-def lay_out(root: Node, *, folder: str = "archive", byteorder: str = "little", trust_crc: bool = True) -> list[Piece]:
+def lay_out(root: Node, *, folder: str = "archive", trust_crc: bool = True) -> list[Piece]:
     survey = Survey(root)
     for storage in survey.storages:
         if not storage.key.isalnum() and not is_record_name(f"data/{storage.key}"):
@@ -31,7 +31,7 @@ def lay_out(root: Node, *, folder: str = "archive", byteorder: str = "little", t
         raise TensorError(f"Two storages have the key {twice!r}.")
     storages = _in_source_order(survey.storages)
     layout = _Layout(folder)
-    head: _Small = [("data.pkl", Literal(write_pickle(root, survey))), ("byteorder", Literal(byteorder.encode()))]
+    head: _Small = [("data.pkl", Literal(write_pickle(root, survey))), ("byteorder", Literal(b"little"))]
     tail: _Small = [("version", Literal(b"3\n"))]
     first = layout.whole(storages[0]) if storages and trust_crc else None
     anchor = 0 if first is None else first.record.header

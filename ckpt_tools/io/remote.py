@@ -275,9 +275,9 @@ class _Place:
             what = f"{self.url}: {self.url.partition('://')[0]}:// is not a scheme that fsspec knows."
             raise RemoteError(what, why=f"{error}."[:300]) from None
 
-    def ask(self, method: str, *given: Any, seconds: float = _SECONDS, **named: Any) -> Any:
+    def ask(self, method: str, *given: Any, **named: Any) -> Any:
         """What a method of the driver gives for this place."""
-        return _bounded(self.url, lambda: getattr(self.fs, method)(self.name, *given, **named), seconds)
+        return _bounded(self.url, lambda: getattr(self.fs, method)(self.name, *given, **named))
 
     def names(self) -> list[str]:
         """The names in a folder; none where there is no such folder."""

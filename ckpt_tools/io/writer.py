@@ -82,10 +82,10 @@ class Clone:
             if time.monotonic() - started < _STEP_SECONDS:
                 step *= 2
 
-    def is_running(self, seconds: float) -> bool:
-        """Whether the copy still runs after waiting for so long."""
+    def is_running(self) -> bool:
+        """Whether the copy still runs, after waiting a little for its end."""
         if self._thread.ident is not None:
-            self._thread.join(seconds)
+            self._thread.join(0.1)
         return self._thread.is_alive()
 
     def holds(self, source: Source, offset: int, length: int) -> bool:
@@ -112,7 +112,7 @@ def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = N
     if clone is None or not clone.done:
         reserve(output.fd, loop.size)
     try:
-        while clone is not None and clone.is_running(0.1):
+        while clone is not None and clone.is_running():
             if progress is not None:
                 progress(min(clone.done, loop.size), loop.size)
         for piece in pieces:

@@ -150,7 +150,7 @@ def _names(path: str, names: Sequence[Global], call: str) -> Iterator[Finding]:
     missing = [name for name in names if name not in ALLOWED and not _importable(name.module)]
     fails = "torch.load(weights_only=False)" if call.startswith(TORCH_LOAD + ",") or call == TORCH_LOAD else "unpickling it"
     package = missing[0].module.partition(".")[0] if missing else ""
-    numpy = _version("numpy") if any(name.module.startswith(("numpy._core", "numpy.core")) for name in names) else None
+    numpy = _numpy() if any(name.module.startswith(("numpy._core", "numpy.core")) for name in names) else None
     major, minor = numpy or (0, 0)
     has_stubs = (major, minor) >= _NUMPY_WITH_STUBS
     new = [name for name in names if name.module.startswith("numpy._core") and not (has_stubs and name.module in _NUMPY_STUBS)]
@@ -194,12 +194,12 @@ def _importable(module: str) -> bool:
     return False
 
 
-def _version(package: str) -> tuple[int, int] | None:
-    """The version of an installed package, major and minor, from its metadata."""
+def _numpy() -> tuple[int, int] | None:
+    """The version of NumPy that is installed, major and minor, from its metadata."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        major, minor, *_ = version(package).split(".")
+        major, minor, *_ = version("numpy").split(".")
         return int(major), int(minor)
     except (PackageNotFoundError, ValueError):
         return None

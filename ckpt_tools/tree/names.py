@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -231,11 +231,11 @@ def _ends(name: str, dots: int) -> Iterator[str]:
         at, dots = name.rfind(".", 0, at), dots - 1
 
 
-def of_all(names: Sequence[str], holders: Collection[str] | None = HOLDERS) -> Prefix | None:
-    """The first part that all names have, where it is what people call such an attribute (any with None)."""
+def of_all(names: Sequence[str]) -> Prefix | None:
+    """The first part that all names have, where it is what people call such an attribute."""
     part = names[0].partition(".")[0] if names else ""
     prefix = f"{part}."
-    if len(names) < 2 or (holders is not None and part not in holders):
+    if len(names) < 2 or part not in HOLDERS:
         return None
     if not all(name.startswith(prefix) and len(name) > len(prefix) for name in names):
         return None

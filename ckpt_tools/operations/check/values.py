@@ -85,11 +85,12 @@ def _fresh(row: Counted, rows: Mapping[Where, Counted]) -> str:
         return f"nn.Linear's initialiser (uniform within {bound:.4g})"
     name = str(row.where[-1])
     bias = rows.get((*row.where[:-1], f"{_module(name)}.bias" if "." in name else "bias"))
-    if bias is not None and not bias.count.nonzero and _is_normal(n, mean, variance, row.count.largest, 0.02):
+    if bias is not None and not bias.count.nonzero and _is_normal(n, mean, variance, row.count.largest):
         return "a normal initialiser with deviation 0.02, and its bias is zero"
     return ""
 
 
-def _is_normal(n: int, mean: float, variance: float, largest: float, deviation: float) -> bool:
+def _is_normal(n: int, mean: float, variance: float, largest: float) -> bool:
+    deviation = 0.02
     spread = abs(math.sqrt(max(variance, 0)) / deviation - 1) <= _ERRORS / math.sqrt(2 * n)
     return spread and abs(mean) <= _ERRORS * deviation / math.sqrt(n) and largest <= 8 * deviation
