@@ -76,6 +76,16 @@ def test_gap_is_torchs(tmp_path: Path) -> None:
     assert found["changed_fraction"] == pytest.approx(2 / 3)
 
 
+def test_the_same_numbers_in_another_dtype_are_no_different_numbers(tmp_path: Path) -> None:
+    """A cast that loses nothing is told as a dtype; integers that became floats are told in full."""
+    tensors = {"w": torch.randn(4, 4).bfloat16(), "count": torch.arange(3)}
+    torch.save(tensors, tmp_path / "old.pth")
+    torch.save({name: tensor.float() for name, tensor in tensors.items()}, tmp_path / "new.pth")
+    report = diff(tmp_path / "old.pth", tmp_path / "new.pth", values=True)
+    assert ([row.where for row in report.dtypes], [row.where for row in report.changed]) == (["w", "count"], ["count"])
+    assert not report.same
+
+
 def test_one_distance_of_all(tmp_path: Path) -> None:
     """Relative L2 and cosine of all tensors as one vector: equal ones count, tied ones once, NaN is left out and told."""
     torch.manual_seed(0)

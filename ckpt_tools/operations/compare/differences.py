@@ -252,7 +252,7 @@ def _compare_contents(pairs: Sequence[_Paired], report: Difference, progress: Pr
         key = (view_of(left), view_of(right)) if type(left) is Entry and type(right) is Entry else id(pair)
         if key not in known:
             known[key] = _compare_tensor(pair, measure=measure)
-            if known[key][0] is None and type(left) is Entry and has_numbers(left.dtype):
+            if known[key] == (None, None) and type(left) is Entry and has_numbers(left.dtype):
                 equal.append(left)
         change = known[key][0]
         counts["compared"] += 1
@@ -275,7 +275,7 @@ def _compare_contents(pairs: Sequence[_Paired], report: Difference, progress: Pr
 
 
 def _compare_tensor(pair: _Paired, *, measure: bool) -> tuple[TensorChange | None, Gap | None]:
-    """What differs in one tensor, None for equal bytes; how far the sides are apart, where that is asked for."""
+    """What differs in one tensor, None for equal bytes or numbers; how far the sides are apart, where that is asked for."""
     left, right = pair.left.node, pair.right.node
     change = TensorChange(pair.where, "", _dtype(pair.left), _shape(pair.left))
     if type(left) is not Entry or type(right) is not Entry:
@@ -291,7 +291,10 @@ def _compare_tensor(pair: _Paired, *, measure: bool) -> tuple[TensorChange | Non
     if left.nbytes // left.dtype.itemsize * left.dtype.packed != right.nbytes // right.dtype.itemsize * right.dtype.packed:
         return replace(change, reason="another number of values"), None
     gap = _gap(left, right)
-    return replace(change, gap=gap.to_json()), gap
+    told = gap.to_json()
+    if left.dtype is not right.dtype and left.dtype.family == right.dtype.family and not told["changed"]:
+        return None, gap  # the same numbers: only the dtype differs, which is told
+    return replace(change, gap=told), gap
 
 
 def _gap(left: Entry, right: Entry | None) -> Gap:
