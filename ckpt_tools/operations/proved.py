@@ -78,7 +78,8 @@ class Proved(Report):
     Attributes:
         old, new: the two models.
         inputs: what was put in, as text. input_digest: SHA-256 of all of its bytes. seed, runs: which numbers, how many sets.
-        dtype: what was computed in: "float64", or "float32" where a model does not run in that.
+        dtype: what was computed in: "float64", or "float32" where a model does not run in that, or without a given
+            tolerance a small difference is gone in that.
         equal: the verdict on the outputs. largest: the largest difference of two outputs. relative: that by the largest output.
             tolerance: how much `relative` may be.
         outputs: how many tensors of the outputs were compared. left_out: those that only one of the models gives.

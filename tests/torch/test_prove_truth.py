@@ -376,3 +376,30 @@ def test_the_page_of_what_is_not_proved(path: Path) -> None:
     assert "left out  [1] of the old model" in result.output
     document = json.loads(ckpt(*command, "--json").stdout)
     assert (document["equal"], document["unproved"][0]["name"], document["outputs"]) == (True, "aux.bias", 1)
+
+
+# --- casts
+
+
+def test_a_cast_of_trained_batch_norms_is_equal_within_a_tolerance(tmp_path: Path) -> None:
+    """Outputs depend on running statistics too, by which torch has no derivative."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True), nn.BatchNorm2d(4, affine=False))
+    model(torch.randn(8, 3, 5, 5))
+    old = saved(model, tmp_path / "old.pth")
+    new = saved(model.bfloat16(), tmp_path / "new.pth")
+    assert ckpt_tools.prove(old, new, model=model.float(), inputs="2x3x5x5", tolerance=0.05)
+    model.get_buffer("2.running_mean").add_(9)
+    assert not ckpt_tools.prove(old, saved(model, tmp_path / "other.pth"), model=model, inputs="2x3x5x5", tolerance=0.05)
+
+
+def test_checkpoints_in_float64_keep_their_digits(tmp_path: Path) -> None:
+    """A model of float32 is made wider before they are loaded into it."""
+    torch.manual_seed(5)
+    model = nn.Linear(4, 4).double()
+    with torch.no_grad():
+        model.weight += 1e-9
+    old = saved(model, tmp_path / "old.pth")
+    new = saved(model.float(), tmp_path / "new.pth")
+    report = ckpt_tools.prove(old, new, model=nn.Linear(4, 4), inputs="2x4", tolerance=1e-10)
+    assert (bool(report), report.dtype) == (False, "float64")

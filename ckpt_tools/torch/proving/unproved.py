@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from ckpt_tools.operations.proved import Unproved
 from ckpt_tools.torch.proving.outputs import walk
@@ -71,7 +74,7 @@ def _reached(trial: Trial, others: Tensors) -> dict[str, torch.Tensor]:
 
     for given in trial.sets:
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), _WrittenOut():
                 made = called(with_leaves, given, trial.dtype, trial.seed)
             outputs = [tensor for path, tensor in walk(made) if path in paths and tensor.requires_grad]
             weights = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in outputs]
@@ -82,3 +85,25 @@ def _reached(trial: Trial, others: Tensors) -> dict[str, torch.Tensor]:
             if gradient is not None:
                 found[name] |= gradient != 0
     return found
+
+
+class _WrittenOut(TorchFunctionMode):
+    """Norms by running statistics as their formula: torch has no derivative by those."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        is_by_statistics = func is functional.batch_norm and not named["training"]
+        is_by_statistics |= func is functional.instance_norm and not named["use_input_stats"]
+        return _normed(*args, **named) if is_by_statistics else func(*args, **named)
+
+
+def _normed(
+    values: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor, weight: torch.Tensor | None,
+    bias: torch.Tensor | None, eps: float, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    shape = (1, -1, *[1] * (values.dim() - 2))
+    made = (values - running_mean.view(shape)) / (running_var.view(shape) + eps).sqrt()
+    made = made if weight is None else made * weight.view(shape)
+    return made if bias is None else made + bias.view(shape)
