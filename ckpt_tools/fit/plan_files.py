@@ -19,11 +19,9 @@ from ckpt_tools.fit.fields import Fields, read_flag, read_name, read_names, read
 from ckpt_tools.fit.forms import FIELDS, SEVERAL_OLD, Task, solve
 from ckpt_tools.fit.plans import STEPS, Plan, PlanStep, StepName, check
 from ckpt_tools.fit.rows import PatternPlan, read_form, read_pattern_plan
-from ckpt_tools.io.content import Literal, Piece
-from ckpt_tools.io.output import replacing
 from ckpt_tools.io.parsers import brief, load_toml
 from ckpt_tools.io.source import open_regular
-from ckpt_tools.io.writer import write
+from ckpt_tools.io.writer import write_document
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import did_you_mean, printable
 from ckpt_tools.tree.output_names import check_document_name
@@ -152,12 +150,10 @@ _LISTS = (
 )
 
 
-def write_plan(plan: Plan, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def write_plan(plan: Plan, path: str | os.PathLike[str], *, overwrite: bool, inputs: Sequence[object]) -> None:
     """Write a plan: the whole new file, or nothing."""
     check_document_name(path, "a plan", ".toml")
-    data = "".join(line + "\n" for line in _lines(plan)).encode()
-    with replacing(path, overwrite=overwrite) as output:
-        write([Piece(Literal(data))], output)
+    write_document(path, "".join(line + "\n" for line in _lines(plan)), overwrite=overwrite, inputs=inputs)
 
 
 def _lines(plan: Plan) -> Iterator[str]:

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.io.content import CHUNK, Checksum, Content, Joined, Late, Piece, Range, chunks, total
-from ckpt_tools.io.output import Output, free_bytes, no_space, output_error, output_errors, reserve
+from ckpt_tools.io.content import CHUNK, Checksum, Content, Joined, Late, Literal, Piece, Range, chunks, total
+from ckpt_tools.io.output import Output, free_bytes, no_space, output_error, output_errors, refuse_input, replacing, reserve
 from ckpt_tools.io.source import Source
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -104,6 +104,13 @@ def advancing(progress: Progress | None, size: int) -> Advance:
             progress(done, max(size, done))
 
     return advance
+
+
+def write_document(path: str | os.PathLike[str], text: str, *, overwrite: bool, inputs: Sequence[object]) -> None:
+    """Write a text beside the files that it is about, whole or not at all; never in the place of one of them."""
+    refuse_input(path, inputs)
+    with replacing(path, overwrite=overwrite) as output:
+        write([Piece(Literal(text.encode()))], output)
 
 
 def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = None, clone: Clone | None = None) -> int:

@@ -25,7 +25,7 @@ from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.content import Content, Piece, total
 from ckpt_tools.io.content import Literal as Bytes
-from ckpt_tools.io.output import check_folder, replacing_folder
+from ckpt_tools.io.output import check_folder, refuse_input, replacing_folder
 from ckpt_tools.io.source import File, as_path
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.compare.sides import check_names
@@ -133,6 +133,7 @@ def extract_lora(sources: Sequence[File], target: File, options: ExtractOptions)
     need_torch("The matrices of an adapter are worked out with it.")
     paths, target = [as_path(source) for source in sources], as_path(target)
     report = Extracted(str(paths[0]), str(paths[1]), str(target), int(options.rank or 0), options.dry_run)
+    refuse_input(target, sources)
     check_folder(target, overwrite=options.overwrite or options.dry_run)
     with ExitStack() as stack, collector_paused():
         checkpoints = [stack.enter_context(open_whole(path)) for path in paths]

@@ -103,5 +103,5 @@ def match(path: File, options: MatchOptions) -> Matched:
         from ckpt_tools.fit.plan_files import write_plan
         from ckpt_tools.fit.plans import plan_of
 
-        write_plan(plan_of(matching), options.output, overwrite=options.overwrite)
+        write_plan(plan_of(matching), options.output, overwrite=options.overwrite, inputs=(path, options.like))
     return Matched(str(path), target.label, matching, advice, sides.seen)

@@ -17,11 +17,10 @@ from ckpt_tools.errors import ChecksumError, NotACheckpointError, SignatureError
 from ckpt_tools.formats.base import unique
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.io.content import Literal, Piece
-from ckpt_tools.io.output import replacing
+from ckpt_tools.io.output import refuse_input
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.source import is_there, open_regular
-from ckpt_tools.io.writer import write
+from ckpt_tools.io.writer import write_document
 from ckpt_tools.operations.check import digests
 from ckpt_tools.operations.check.digests import Compared, Digest, of_all
 from ckpt_tools.operations.check.reading import read_checkpoint
@@ -220,6 +219,7 @@ def sign(
     """
     target = _signature_of(path) if output is None else os.fspath(output)
     check_document_name(target, "a signature", SUFFIX)
+    refuse_input(target, (path, key))
     with collector_paused(), open_checkpoint(path) as checkpoint:
         not_signed = _not_signed(path, target, checkpoint)
         found = _digests(checkpoint, whole=True)
@@ -228,8 +228,7 @@ def sign(
     if before is not None:
         before(not_signed)
     text, keyid = seal(payload_of(found, os.path.basename(os.path.normpath(path))), key)
-    with replacing(target, overwrite=overwrite) as file:
-        write([Piece(Literal(text.encode()))], file)
+    write_document(target, text, overwrite=overwrite, inputs=(path, key))
     return Signed(os.fspath(path), target, keyid, len(found), not_signed)
 
 

@@ -56,6 +56,12 @@ _call = _one(callable, "a function")
 _mapping = _one(lambda value: isinstance(value, Mapping), "a mapping from names to tensors")
 
 
+def _said(name: str, value: Any) -> Any:
+    if not _text(name, value):
+        raise UsageError(f"`{name}` is empty.", why="Perhaps a variable is not set.")
+    return value
+
+
 def _path(name: str, value: Any, wanted: str = "a path: a str or a pathlib.Path") -> Any:
     """Not the empty text, which would be the current folder."""
     if not isinstance(value, str | os.PathLike) or not isinstance(text := os.fspath(value), str) or not text:
@@ -239,7 +245,7 @@ def as_it_is(_name: str, value: Any) -> Any:
 
 _PATH = "str | os.PathLike[str]"
 _READERS: dict[str, Reader] = {
-    "bool": _flag, "int": _whole, "float": _number, "str": _text, "Format": _text, "str | int": _size,
+    "bool": _flag, "int": _whole, "float": _number, "str": _said, "Format": _text, "str | int": _size,
     "torch.dtype | str": _dtype,
     **dict.fromkeys(("str | Sequence[str]", "Sequence[str]", "Collection[str]"), _texts),
     _PATH: _path, f"{_PATH} | Sequence[{_PATH}]": _paths, "File": _file, "Sequence[File]": _files,

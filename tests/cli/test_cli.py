@@ -14,6 +14,7 @@ import torch
 
 from tests.support.commands import ckpt as exactly
 from tests.support.commands import main
+from tests.support.keys import write_keys
 from tests.support.samples import FIXTURES
 from tests.support.terminal import COMMANDS, ROOT, run, shell
 
@@ -186,3 +187,36 @@ def test_out_is_an_option_too(command: str, tmp_path: Path) -> None:
     assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
     twice = exactly(command, DDP, tmp_path / "c.pth", "-o", tmp_path / "d.pth", code=2)
     assert "OUT is given twice" in twice.output
+
+
+# --- outputs
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "sign model.pth --key own.pem -o own.pem", "sign weights --key own.pem -o weights",
+        "match weights --like model.pth -o weights", "match model.pth --like weights -o weights",
+        "report model.pth weights -o weights", "show weights a -o weights", "check --digest weights -o weights",
+        "extract-lora folder model.pth folder --rank 1",
+    ],
+)  # fmt: skip
+def test_no_input_is_replaced_by_what_is_written_about_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    """Not by --overwrite either, and whatever it is called."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("model.pth", "weights", "folder/pytorch_model.bin"):
+        torch.save({"a": torch.ones(3, 4)}, name)
+    write_keys(tmp_path, "own")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    result = ckpt(*arguments.split(), "--overwrite")
+    assert (result.exit_code, "is an input" in result.output) == (2, True), result.output
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_an_empty_value_of_an_option_is_refused(training_file: Path) -> None:
+    """`--select "$WHERE"` of a variable that is not set is not the whole file."""
+    result = ckpt("convert", training_file, training_file.with_name("out.pth"), "--select", "")
+    assert (result.exit_code, "--select is empty" in result.output) == (2, True)

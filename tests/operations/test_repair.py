@@ -292,7 +292,7 @@ def test_out_is_never_in(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
     (tmp_path / "link.pth").symlink_to(tmp_path / "model.pth")
     (tmp_path / "hard.pth").hardlink_to(tmp_path / "model.pth")
     for name in ("model.pth", "link.pth", "hard.pth"):
-        with pytest.raises(UsageError, match="OUT is IN"):
+        with pytest.raises(UsageError, match="is an input"):
             repair(tmp_path / "model.pth", tmp_path / name, overwrite=True)
     with pytest.raises(OutputExistsError):
         repair(tmp_path / "hard.pth", tmp_path / "model.pth")

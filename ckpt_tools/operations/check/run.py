@@ -29,12 +29,11 @@ from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.formats.zip_directory import Record
-from ckpt_tools.io.content import Deflated, Literal, Piece, Range, chunks
-from ckpt_tools.io.output import replacing
+from ckpt_tools.io.content import Deflated, Range, chunks
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.io.source import AnyPath, File, as_path, is_address
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.io.writer import Advance, Progress, advancing, write
+from ckpt_tools.io.writer import Advance, Progress, advancing, write_document
 from ckpt_tools.operations import loaders
 from ckpt_tools.operations.check import digests, values
 from ckpt_tools.operations.check.reading import DamagedRecord, Read, in_file, read_checkpoint, storages_of
@@ -279,8 +278,7 @@ def save_digests(report: Checked, path: str | os.PathLike[str], *, overwrite: bo
     if report.container is None:
         raise NotACheckpointError(f"{report.path} cannot be read, so there are no digests of it.")
     check_document_name(path, "digests", ".digest")
-    with replacing(path, overwrite=overwrite) as output:
-        write([Piece(Literal(digests.text(report.digests, report.path).encode()))], output)
+    write_document(path, digests.text(report.digests, report.path), overwrite=overwrite, inputs=(report.path,))
 
 
 def check_one(path: AnyPath, wanted: Wanted, advance: Advance = lambda _: None) -> Checked:

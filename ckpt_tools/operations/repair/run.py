@@ -20,7 +20,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import count_tensors, find_tensors
 from ckpt_tools.formats.single import collector_paused, naming
 from ckpt_tools.io.content import Literal, Piece, total
-from ckpt_tools.io.output import check_space, output_target, replacing
+from ckpt_tools.io.output import check_space, output_target, refuse_input, replacing
 from ckpt_tools.io.source import File, as_path
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import Progress, write
@@ -74,11 +74,7 @@ def repair(
         raise UsageError(f"{target} would be a GGUF; repair writes .pth and .safetensors.", fix="Convert what it writes.")
     report = Repaired(str(source), str(target), "safetensors" if kind == "safetensors" else "torch-zip", dry_run)
     where = output_target(target, overwrite=overwrite or dry_run)
-    is_one_file = False
-    with contextlib.suppress(OSError, ValueError):  # one is not there, or cannot be looked at; whoever opens it says so
-        is_one_file = os.path.samefile(where, source)
-    if is_one_file:
-        raise UsageError("OUT is IN: repair never touches its input.", fix="Give OUT another name.")
+    refuse_input(where, (source,))
     scratch = Path(tempfile.gettempdir(), where.name) if dry_run else where  # temporaries go where there is to be room anyway
     with contextlib.ExitStack() as stack, collector_paused():
         salvaged, report.was = open_damaged(source, keep_damaged, scratch, stack)

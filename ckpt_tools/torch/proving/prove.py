@@ -16,9 +16,8 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
 from ckpt_tools.fit.targets import read_target
-from ckpt_tools.io.content import Literal, Piece
-from ckpt_tools.io.output import replacing
-from ckpt_tools.io.writer import write
+from ckpt_tools.io.output import refuse_input
+from ckpt_tools.io.writer import write_document
 from ckpt_tools.operations.check.digests import of_all
 from ckpt_tools.operations.check.run import load_digests
 from ckpt_tools.operations.proved import Proved, Run, Setting
@@ -78,6 +77,7 @@ def prove(
         raise UsageError(f"`seed={seed}` is beyond the 64 bits that torch takes.")
     if certificate is not None:
         check_document_name(certificate, "a certificate", ".json")
+        refuse_input(certificate, (old, new))
     sets = make([parse(spec) for spec in specs], seed, runs)
     sides = zip((os.fspath(old), os.fspath(new)), _two(model), _two(model_args), _places(select), strict=True)
     wanted = [Wanted(*row) for row in sides]
@@ -90,8 +90,7 @@ def prove(
             Run(run.path, run.model, of_all(load_digests(run.path)[1])) for run in (report.old, report.new)
         )
         text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
-        with replacing(certificate, overwrite=overwrite) as output:
-            write([Piece(Literal(text.encode()))], output)
+        write_document(certificate, text, overwrite=overwrite, inputs=(old, new))
     return report
 
 
