@@ -238,3 +238,13 @@ def test_a_folder_asks(tmp_path: Path, name: str, index: bool) -> None:
     ckpt_tools.convert(source, tmp_path / "two.pth")
     assert (tmp_path / name).is_dir()
     assert (tmp_path / "one").is_file()
+
+
+def test_a_prefix_without_its_dot(tmp_path: Path) -> None:
+    """Stripped it would leave names that begin with a dot; added it runs into the name, which is noted."""
+    torch.save({"net.a.weight": torch.ones(2)}, tmp_path / "in.pth")
+    with pytest.raises(UsageError, match="leaves '.a.weight'") as caught:
+        convert(tmp_path / "in.pth", tmp_path / "out.pth", strip_prefix="net")
+    assert "'net.'" in caught.value.fix
+    notes = convert(tmp_path / "in.pth", tmp_path / "out.pth", add_prefix="my").notes
+    assert [note.code for note in notes] == ["no-dot"]

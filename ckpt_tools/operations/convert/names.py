@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.renaming import Rename
-from ckpt_tools.errors import NothingMatchedError
+from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.formats.contents import StateDict, find_state_dicts
 from ckpt_tools.operations.convert.options import NameOptions
 from ckpt_tools.operations.convert.report import Converted, RenamedNames
@@ -73,7 +73,19 @@ class Names:
                 raise NothingMatchedError(f"`{option}` changes no name.", fix="ckpt inspect --all FILE lists the names.")
             if new == current:
                 report.note("no-prefix", f"`{option}`: no name has the prefix; {_inside(option, current)}")
+            self._check_dots(option, current, new, report)
             current = new
+
+    @staticmethod
+    def _check_dots(option: str, before: list[str], after: list[str], report: Converted) -> None:
+        """Refuse a prefix that was stripped without its dot, and note one that was added without."""
+        pairs = list(zip(before, after, strict=True))
+        for old, new in pairs if option.startswith("strip_prefix=") else ():
+            if new.startswith(".") and not old.startswith("."):
+                prefix = old.removesuffix(new[1:])
+                raise UsageError(f"`{option}` leaves {new!r} of {old!r}.", fix=f"With the dot: `strip_prefix={prefix!r}`")
+        if option == "add_prefix" and pairs and not pairs[0][1].removesuffix(pairs[0][0]).endswith((".", "_")):
+            report.note("no-dot", f"The prefix has no dot at its end: {pairs[0][0]!r} is {pairs[0][1]!r} now.")
 
     def _note_uneven(self, found: list[StateDict], report: Converted) -> None:
         """Say so where some names of a state dict lose more than one `module.`, and others one."""
@@ -92,5 +104,8 @@ def _inside(option: str, current: list[str]) -> str:
     if wrapped is None:  # what all names begin with, where it is one word, may be the prefix that was meant
         first = {name.partition(".")[0] if "." in name else "" for name in current}
         return (f"all begin with '{first.pop()}.'; " if len(first) == 1 and all(first) else "") + "the names stay as they are."
-    rule = names.unwrapping(wrapped.partition(".module.")[0])
+    part = wrapped.partition(".module.")[0]
+    if names.unwrap(f"{part}.x") != f"{part}.x":
+        return f"{wrapped!r} has it inside another wrapper: `unwrap` takes all of them out."
+    rule = names.unwrapping(part)
     return f"{wrapped!r} has it inside, as where DataParallel wrapped a part of the model: then `rename='{rule}'` takes it out."

@@ -42,8 +42,6 @@ class NameOptions(Options):
         super().check()
         if self.strip_module and self.add_module:
             raise UsageError("`strip_module` does not go with `add_module`.")
-        if self.strip_prefix == "" or self.add_prefix == "":
-            raise UsageError("A prefix cannot be empty.")
 
 
 @record
