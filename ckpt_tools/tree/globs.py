@@ -49,6 +49,9 @@ def behind_prefix(glob: str, names: Iterable[str]) -> list[str]:
 
 def meant_by(glob: str, names: Sequence[str], why: str = "") -> str:
     """`Did you mean 'module.fc.*'?` for a glob that matches nothing, or names that are near, or nothing."""
-    if found := behind_prefix(glob, names):
+    below = f"{glob}.*"
+    if any(name.startswith(f"{glob}.") for name in names):
+        return f"Did you mean {below!r}?"
+    if found := behind_prefix(glob, names) or behind_prefix(below, names):
         return f"Did you mean {', '.join(map(repr, found))}? {why}".rstrip()
     return did_you_mean(glob, names)
