@@ -20,9 +20,23 @@ settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
+# Files that take ten seconds or more, the longest first, so that all workers end at about the same time.
+LONG = (
+    "test_golden", "test_bombs", "test_docs", "test_hostile_folder", "test_train_ranks", "test_train_restarts", "test_fuzz",
+    "test_refused", "test_train_more", "test_match_structure", "test_pyz", "test_remote_commands", "test_train_checkpoints",
+    "test_properties", "test_hostile_processes", "test_honest_files", "test_hostile_limits", "test_without_torch", "test_parts",
+    "test_libraries", "test_in_place", "test_hostile_writing", "test_train_runs", "test_ranks", "test_hop", "test_processes",
+)  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """pytest-xdist begins with the files of the most tests unless it is told not to."""
+    config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files whose tests start processes come first, so that no worker has one of them left at the end."""
-    items.sort(key=lambda item: "train" not in item.path.parts and item.path.stem not in ("test_ranks", "test_hop"))
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
 
 
 def small_model() -> nn.Module:
