@@ -215,11 +215,11 @@ def memo_far_apart() -> bytes:
 # --- zips, tars, other files of torch
 
 
-@bomb("inspect IN")
+@bomb("inspect IN --limit memory=2000000")
 def pickle_that_inflates() -> bytes:
-    """A pickle of fifty megabytes, deflated to fifty kilobytes."""
+    """A pickle of twenty megabytes, deflated to twenty kilobytes; the limit is an eighth of the default."""
     records = torch_records(b"", FLOATS)
-    records[0] = deflated(b"archive/data.pkl", p.pickle(p.list_of(p.NONE * 50_000_000)))
+    records[0] = deflated(b"archive/data.pkl", p.pickle(p.list_of(p.NONE * 20_000_000)))
     return build(records)
 
 
