@@ -31,10 +31,10 @@ def fuzz(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_fuzz_finds_nothing(tmp_path: Path) -> None:
-    """A hundred and fifty mutated files: our own error, or what torch and safetensors read too."""
-    done = fuzz("--cases", "150", "--seconds", "60", "--seed", "7", "--save", str(tmp_path))
+    """Sixty mutated files: our own error, or what torch and safetensors read too."""
+    done = fuzz("--cases", "60", "--seconds", "60", "--seed", "7", "--save", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "150 cases" in done.stdout
+    assert "60 cases" in done.stdout
 
 
 @pytest.mark.parametrize(
