@@ -37,21 +37,18 @@ INDEXES = ["0", "-1", "1:3", "::2", "1:3, 2", "..., -1", ":, :5", "1, ...", "3:1
 
 
 @pytest.mark.parametrize("index", INDEXES)
-@pytest.mark.parametrize("container", ["pth", "safetensors", "npy"])
-def test_an_index_is_pythons(tmp_path: Path, index: str, container: str) -> None:
+@pytest.mark.parametrize("name", ["x.pth", "x.safetensors", "x.npy"])
+def test_an_index_is_pythons(tmp_path: Path, index: str, name: str) -> None:
     """What an index names is what it names in NumPy; an array that is written has the same."""
-    path = tmp_path / f"x.{container}"
-    if container == "npy":
-        np.save(path, ROWS.numpy())
+    if name == "x.npy":
+        np.save(tmp_path / name, ROWS.numpy())
     else:
-        (torch.save if container == "pth" else save_file)({"w": ROWS}, path)
-    name = "(root)" if container == "npy" else "w"
-    wanted = eval(f"array[{index}]", {"array": ROWS.numpy()})
-    if container != "npy":
-        assert ckpt_tools.show(path, f"{name}[{index}]").values == wanted.tolist()
-        ckpt_tools.show(path, name, index=index, output=tmp_path / "out.npy")
-        made = np.load(tmp_path / "out.npy")
-        assert (made.dtype, made.shape, made.tolist()) == (wanted.dtype, wanted.shape, wanted.tolist())
+        (torch.save if name == "x.pth" else save_file)({"w": ROWS}, tmp_path / name)
+    tensor, wanted = "" if name == "x.npy" else "w", eval(f"array[{index}]", {"array": ROWS.numpy()})
+    assert ckpt_tools.show(tmp_path / name, f"{tensor}[{index}]").values == wanted.tolist()
+    ckpt_tools.show(tmp_path / name, tensor, index=index, output=tmp_path / "out.npy")
+    made = np.load(tmp_path / "out.npy")
+    assert (made.dtype, made.shape, made.tolist()) == (wanted.dtype, wanted.shape, wanted.tolist())
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path, server: Server) -> None:
