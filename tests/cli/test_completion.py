@@ -1,11 +1,9 @@
 """What a shell offers, through click's own completion protocol."""
 
 import contextlib
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from click.testing import CliRunner
 
 from tests.support.commands import main
 from tests.support.samples import FIXTURES
+from tests.support.terminal import installed
 
 
 def offered(words: str, folder: Path = FIXTURES, shell: str = "bash") -> list[str]:
@@ -92,11 +91,8 @@ def test_the_line_for_a_start_up_file_works(shell: str, tmp_path: Path) -> None:
     """In the shell itself, where it is installed: bash and fish complete `--select mo` from the file, zsh knows whom to ask."""
     if not shutil.which(shell):
         pytest.skip(f"{shell} is not installed")
-    tool = tmp_path / "ckpt"
-    tool.write_text(f'#!/bin/sh\nPYTHONPATH={FIXTURES.parent} exec {sys.executable} -m ckpt_tools "$@"\n')
-    tool.chmod(0o755)
     before = "autoload -Uz compinit; compinit -D -u; " if shell == "zsh" else ""
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path)}
+    environment = installed(tmp_path) | {"HOME": str(tmp_path)}
     script = f"{before}{line_of(shell)}\n{SHELLS[shell]}"
     done = subprocess.run([shell, "-c", script], capture_output=True, text=True, cwd=FIXTURES, env=environment, check=False)
     assert done.stdout.split() == EXPECTED[shell], done.stderr

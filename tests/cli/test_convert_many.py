@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,9 +27,8 @@ def test_one_bad_file_stops_no_other(tmp_path: Path, cut: Path) -> None:
     """The others are written as each alone would be, the table has a line for each, the exit code is the worst."""
     out = tmp_path / "deep" / "out"
     options = ["--to-dir", out, "--format", "safetensors", "--unwrap"]
-    command = [sys.executable, "-m", "ckpt_tools", "convert", DDP, cut, SINGLE, *options]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert done.returncode == 3
+    done = run("convert", DDP, cut, SINGLE, *options)
+    assert done.exit_code == 3
     assert f"Error: {cut}: The zip directory" in done.stderr
     assert re.search(rf"^{re.escape(str(cut))} +refused$", done.stdout, re.M)
     assert re.search(rf"^{re.escape(str(DDP))} +{re.escape(str(out))}/ddp.safetensors +11 +11 ", done.stdout, re.M)

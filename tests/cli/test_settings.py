@@ -139,7 +139,7 @@ def test_the_version_lists_what_is_set(folder: Path, monkeypatch: pytest.MonkeyP
     """Every variable that begins so; and what it runs on; --verbose is for nothing else."""
     for name, value in (("CKPT_LIMITS", "nested=50"), ("CKPT_CHECK_IGNORE", "device-tags"), ("CKPT_NOTHING", "")):
         monkeypatch.setenv(name, value)
-    for order in (("--version", "--verbose"), ("--verbose", "--version")):
+    for order in (("--version", "--verbose"), ("--verbose", "--version"), ("--version", "-v")):
         done = ckpt(*order)
         assert {line for line in done.stdout.splitlines() if line.startswith("CKPT_")} == {
             "CKPT_LIMITS=nested=50", "CKPT_CHECK_IGNORE=device-tags",
@@ -147,3 +147,4 @@ def test_the_version_lists_what_is_set(folder: Path, monkeypatch: pytest.MonkeyP
         assert f"torch {version('torch')}" in done.stdout
     assert run("--version").stdout == f"ckpt, version {ckpt_tools.__version__} (ckpt_tools)\n"
     ckpt("--verbose", "check", "ddp.pth", code=2)
+    ckpt("-v", code=2)

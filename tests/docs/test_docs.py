@@ -23,6 +23,7 @@ from docs import pictures
 from tests.support.attention import Old
 from tests.support.commands import ckpt
 from tests.support.job import job
+from tests.support.terminal import installed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ckpt_tools"
@@ -183,14 +184,9 @@ def test_the_tutorial_goes_as_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_git_recipe_works_as_written(tmp_path: Path) -> None:
     """In a new repository with the page's own commands, git diff shows the tensor that changed, and only that."""
     (recipe,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "compare.md").read_text(), re.DOTALL)
-    tool = tmp_path / "bin" / "ckpt"
-    tool.parent.mkdir()
-    tool.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m ckpt_tools "$@"\n')
-    tool.chmod(0o755)
     repository = tmp_path / "repository"
     repository.mkdir()
-    path = f"{tool.parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "HOME": str(tmp_path), "GIT_CONFIG_GLOBAL": os.devnull}
+    environment = installed(tmp_path / "bin") | {"HOME": str(tmp_path), "GIT_CONFIG_GLOBAL": os.devnull}
 
     def shell(script: str) -> str:
         command = ["sh", "-ec", script]

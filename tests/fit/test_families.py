@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,7 @@ from ckpt_tools.errors import CkptError, MatchError
 from tests.support import families as make
 from tests.support.commands import ckpt
 from tests.support.families import HEAD, HEADS, KV_HEADS, MEGATRON, SIDES, SIZES, WIDTH, WORDS, State
-
-
-def converted(state: Mapping[str, object], folder: Path, plan: str, **options: object) -> State:
-    """What torch loads after a conversion by a plan."""
-    torch.save(state, folder / "in.pth")
-    ckpt_tools.convert(folder / "in.pth", folder / "out.pth", plan=plan, overwrite=True, **options)  # type: ignore[arg-type]
-    loaded: State = torch.load(folder / "out.pth", weights_only=True)
-    return loaded
+from tests.support.samples import converted
 
 
 def other_way(plan: str) -> str:
@@ -35,10 +27,10 @@ def test_there_and_back(plan: str, tmp_path: Path) -> None:
     """The result has the other library's names and shapes, and back again every tensor is what it was, but for the padding."""
     old, new, sizes = SIDES[plan]
     state = old()
-    made = converted(state, tmp_path, plan, plan_value=sizes)
+    made = converted(state, tmp_path, plan=plan, plan_value=sizes)
     assert {name: tensor.shape for name, tensor in made.items()} == {name: tensor.shape for name, tensor in new().items()}
     more = {"padded_vocab_size": WORDS + 6} if "megatron" in plan else {}
-    again = converted(made, tmp_path, other_way(plan), plan_value=sizes | more)
+    again = converted(made, tmp_path, plan=other_way(plan), plan_value=sizes | more)
     for name, tensor in again.items():
         if more and ("embeddings" in name or "output_layer" in name):
             assert torch.equal(tensor[:WORDS], state[name][:WORDS])
@@ -46,7 +38,7 @@ def test_there_and_back(plan: str, tmp_path: Path) -> None:
         else:
             assert torch.equal(tensor, state[name]), name
     assert again.keys() == state.keys()
-    reverse = converted(made, tmp_path, f"{plan}:reverse", plan_value=sizes | more)  # is the same plan
+    reverse = converted(made, tmp_path, plan=f"{plan}:reverse", plan_value=sizes | more)  # is the same plan
     assert list(reverse) == list(again)
     assert all(torch.equal(tensor, again[name]) for name, tensor in reverse.items())
 
@@ -54,7 +46,7 @@ def test_there_and_back(plan: str, tmp_path: Path) -> None:
 def test_rotary_heads_are_turned_as_transformers_does_it(tmp_path: Path) -> None:
     """q and k are what transformers' own conversion makes of them (convert_llama_weights_to_hf.py, `permute`); v stays."""
     state = make.meta()
-    made = converted(state, tmp_path, "llama-meta-to-hf", plan_value={"heads": HEADS})
+    made = converted(state, tmp_path, plan="llama-meta-to-hf", plan_value={"heads": HEADS})
     for old, new, heads in (("wq", "q_proj", HEADS), ("wk", "k_proj", KV_HEADS)):
         weight = state[f"layers.1.attention.{old}.weight"]
         turned = weight.view(heads, HEAD // 2, 2, WIDTH).transpose(1, 2).reshape(heads * HEAD, WIDTH)
@@ -68,7 +60,7 @@ def test_an_encoder_of_torch_gives_what_bert_gives(tmp_path: Path) -> None:
     state = {name: torch.randn(tensor.shape) * 0.3 for name, tensor in make.bert().items()}
     layer = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, make.HIDDEN, activation="gelu", batch_first=True)
     encoder = torch.nn.TransformerEncoder(layer, make.LAYERS, enable_nested_tensor=False).eval()
-    encoder.load_state_dict(converted(state, tmp_path, "bert-hf-to-torch"))
+    encoder.load_state_dict(converted(state, tmp_path, plan="bert-hf-to-torch"))
     x = torch.randn(2, 5, WIDTH)
     expected = x
     for number in range(make.LAYERS):
@@ -95,7 +87,7 @@ def bert_layer(x: torch.Tensor, state: State) -> torch.Tensor:
 def test_megatron_groups_are_cut_apart(tmp_path: Path) -> None:
     """Each group has its queries, then its key, then its value; gates come before ups; padding of the vocabulary is cut off."""
     state = make.megatron()
-    made = converted(state, tmp_path, "llama-megatron-to-hf", plan_value=MEGATRON)
+    made = converted(state, tmp_path, plan="llama-megatron-to-hf", plan_value=MEGATRON)
     groups = state["decoder.layers.1.self_attention.linear_qkv.weight"].view(KV_HEADS, HEADS // KV_HEADS + 2, HEAD, WIDTH)
     parts = {"q": groups[:, :-2], "k": groups[:, -2], "v": groups[:, -1]}
     for name, part in parts.items():
@@ -109,7 +101,7 @@ def test_megatron_groups_are_cut_apart(tmp_path: Path) -> None:
 def test_megatron_norms_may_lie_in_the_layers(tmp_path: Path) -> None:
     """Transformer Engine's names give the same; without an output layer the head is tied to the embedding."""
     state = make.megatron()
-    expected = converted(state, tmp_path, "llama-megatron-to-hf", plan_value=MEGATRON)
+    expected = converted(state, tmp_path, plan="llama-megatron-to-hf", plan_value=MEGATRON)
     names = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
              "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}  # fmt: skip
     engine: dict[str, torch.Tensor | None] = {}
@@ -119,7 +111,7 @@ def test_megatron_norms_may_lie_in_the_layers(tmp_path: Path) -> None:
     del engine["output_layer.weight"]
     engine["decoder.layers.0.mlp.linear_fc1._extra_state"] = None
     engine["decoder.layers.1.mlp.linear_fc1._extra_state"] = torch.zeros(3, dtype=torch.uint8)
-    made = converted(engine, tmp_path, "llama-megatron-to-hf", plan_value=MEGATRON)
+    made = converted(engine, tmp_path, plan="llama-megatron-to-hf", plan_value=MEGATRON)
     head = made.pop("lm_head.weight")
     assert made.keys() == expected.keys() - {"lm_head.weight"}
     assert head.data_ptr() == made["model.embed_tokens.weight"].data_ptr()
@@ -178,22 +170,22 @@ def test_a_tie_that_the_config_denies_is_refused(tmp_path: Path) -> None:
     """Without a head the embedding stands for it, unless config.json says that they are two."""
     state = make.llama()
     del state["lm_head.weight"]
-    made = converted(state, tmp_path, "llama-hf-to-meta", plan_value=SIZES)
+    made = converted(state, tmp_path, plan="llama-hf-to-meta", plan_value=SIZES)
     assert made["output.weight"].data_ptr() == made["tok_embeddings.weight"].data_ptr()
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
     with pytest.raises(MatchError, match="tie_word_embeddings = false"):
-        converted(state, tmp_path, "llama-hf-to-meta", plan_value=SIZES)
+        converted(state, tmp_path, plan="llama-hf-to-meta", plan_value=SIZES)
 
 
 def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
     """The error says what is missing, and what is not named; a layer with a gap is named."""
     with pytest.raises(MatchError, match="is not what the plan llama-hf-to-meta is for") as caught:
-        converted(make.gpt2(transformers=True), tmp_path, "llama-hf-to-meta")
+        converted(make.gpt2(transformers=True), tmp_path, plan="llama-hf-to-meta")
     assert "match nothing" in str(caught.value)
     state = make.meta()
     del state["layers.1.ffn_norm.weight"]
     with pytest.raises(CkptError, match=r"no 'layers\.1\.ffn_norm\.weight'"):
-        converted(state, tmp_path, "llama-meta-to-hf", plan_value=SIZES)
+        converted(state, tmp_path, plan="llama-meta-to-hf", plan_value=SIZES)
 
 
 def test_help_and_page_name_every_shipped_plan() -> None:
@@ -245,5 +237,5 @@ def test_a_whole_layer_that_is_missing(plan: str, tmp_path: Path) -> None:
     old, _, sizes = SIDES[plan]
     state = {name: tensor for name, tensor in old().items() if ".0." not in name}
     with pytest.raises(MatchError) as caught:
-        converted(state, tmp_path, plan, plan_value=sizes)
+        converted(state, tmp_path, plan=plan, plan_value=sizes)
     assert "none of them with the number 0" in caught.value.why

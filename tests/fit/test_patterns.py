@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, MatchError, UsageError
+from tests.support.samples import converted
 
 HEAD = 'format = "ckpt-plan-1"\npatterns = true\n'
 State = dict[str, torch.Tensor]
@@ -24,14 +25,11 @@ def table(old: object, new: object, **fields: object) -> str:
     return "\n[[tensor]]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in {**names, **fields}.items())
 
 
-def converted(state: State, plan: str, folder: Path, *, reverse: bool = False, **options: object) -> State:
+def planned(state: State, plan: str, folder: Path, *, reverse: bool = False, **options: object) -> State:
     """What torch loads after a conversion by a plan."""
     (folder / "plan.toml").write_text(HEAD + plan)
-    torch.save(state, folder / "in.pth")
-    named = f"{folder / 'plan.toml'}{':reverse' * reverse}"
-    ckpt_tools.convert(folder / "in.pth", folder / "out.pth", plan=named, overwrite=True, **options)  # type: ignore[arg-type]
-    loaded: State = torch.load(folder / "out.pth", weights_only=True)
-    return loaded
+    made: State = converted(state, folder, plan=f"{folder / 'plan.toml'}{':reverse' * reverse}", **options)
+    return made
 
 
 X = torch.arange(24.0).reshape(4, 6)
@@ -64,7 +62,7 @@ def test_every_step_does_what_torch_does(
         given = tensor.T.contiguous().T if tensor.dim() == 2 else tensor
     else:
         given = torch.stack([tensor, tensor])[1] if lies == "shifted" else tensor
-    made = converted(
+    made = planned(
         {"a.weight": given, "other.weight": X}, table("a.weight", "b", **fields) + table("other.weight", "o"), tmp_path
     )
     assert torch.equal(made["b"], expected(tensor))
@@ -82,7 +80,7 @@ def test_parts_along_a_dimension(axis: int, tmp_path: Path) -> None:
         + table("l.5.w", "u.{n}", step="unstack", axis=axis)
         + "".join(table(f"l.{number}.w", f"l.{number}.w") for number in range(6, 12))
     )
-    made = converted(state, plan, tmp_path)
+    made = planned(state, plan, tmp_path)
     rest = state["l.0.w"].shape[axis] - 1
     for name, tensor in zip(("s.a", "s.b"), state["l.0.w"].split([1, rest], axis), strict=True):
         assert torch.equal(made[name], tensor)
@@ -98,12 +96,12 @@ def test_numbers_are_gathered_in_their_order(tmp_path: Path) -> None:
     plan = table("@both.{l}.{e}", "l.{l}.experts", step="stack") + table(
         ["l.{l}.e.{e}.w1", "l.{l}.e.{e}.w3"], "@both.{l}.{e}", step="concat"
     )
-    made = converted(state, plan, tmp_path)
+    made = planned(state, plan, tmp_path)
     assert list(made) == ["l.0.experts", "l.1.experts"]
     for layer in range(2):
         both = [torch.cat([state[f"l.{layer}.e.{e}.w1"], state[f"l.{layer}.e.{e}.w3"]]) for e in range(12)]
         assert torch.equal(made[f"l.{layer}.experts"], torch.stack(both))
-    again = converted(made, plan, tmp_path, reverse=True)
+    again = planned(made, plan, tmp_path, reverse=True)
     assert again.keys() == state.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
 
@@ -113,10 +111,10 @@ def test_a_part_inside_a_dimension(tmp_path: Path) -> None:
     fused = torch.randn(2 * 5 * 4, 3)
     axes = {"axes": "(groups part 4) ...", "axis": "part", "sizes": [3, 1, 1]}
     plan = table("qkv.weight", ["q", "k", "v"], step="split", **axes)
-    made = converted({"qkv.weight": fused}, plan, tmp_path)
+    made = planned({"qkv.weight": fused}, plan, tmp_path)
     for tensor, expected in zip(made.values(), fused.view(2, 5, 4, 3).split([3, 1, 1], 1), strict=True):
         assert torch.equal(tensor, expected.reshape(-1, 3))
-    assert torch.equal(converted(made, plan, tmp_path, reverse=True)["qkv.weight"], fused)
+    assert torch.equal(planned(made, plan, tmp_path, reverse=True)["qkv.weight"], fused)
 
 
 def test_plans_compose_with_the_rest(tmp_path: Path) -> None:
@@ -133,7 +131,7 @@ def test_plans_compose_with_the_rest(tmp_path: Path) -> None:
 
 def test_names_with_braces(tmp_path: Path) -> None:
     """A brace is written twice, and numbers keep their zeros in front."""
-    made = converted({"{x}.007.weight": X}, table("{{x}}.{i}.weight", "y{{{i}}}"), tmp_path)
+    made = planned({"{x}.007.weight": X}, table("{{x}}.{i}.weight", "y{{{i}}}"), tmp_path)
     assert list(made) == ["y{007}"]
 
 
@@ -204,7 +202,7 @@ REFUSED: list[tuple[str, str]] = [
 def test_a_plan_that_is_not_clear_is_refused(plan: str, message: str, tmp_path: Path) -> None:
     """Placeholders, fields, sizes, claims and names: the error says which, and nothing is written."""
     with pytest.raises(CkptError) as caught:
-        converted({"a.0.w": X, "a.1.w": X}, plan, tmp_path)
+        planned({"a.0.w": X, "a.1.w": X}, plan, tmp_path)
     assert message in str(caught.value)
     assert not (tmp_path / "out.pth").exists()
 
@@ -221,7 +219,7 @@ def test_a_plan_that_is_not_clear_is_refused(plan: str, message: str, tmp_path: 
 def test_parts_that_do_not_stack(state: State, message: str, tmp_path: Path) -> None:
     """Numbers with a gap, not from 0, twice, of twenty digits; shapes and dtypes that differ."""
     with pytest.raises(MatchError, match=message):
-        converted(state, table("e.{e}.w", "all", step="stack"), tmp_path)
+        planned(state, table("e.{e}.w", "all", step="stack"), tmp_path)
 
 
 @pytest.mark.parametrize("step", ["reshape", "flatten", "pad"])
@@ -229,7 +227,7 @@ def test_a_step_without_an_inverse_is_named(step: str, tmp_path: Path) -> None:
     """The reverse of a step that does not say what was before."""
     fields: dict[str, object] = {"reshape": {"to": [24]}, "flatten": {}, "pad": {"size": 9}}[step]  # type: ignore[assignment]
     with pytest.raises(MatchError, match="inverse"):
-        converted({"b.w": X}, table("a.w", "b.w", step=step, **fields), tmp_path, reverse=True)
+        planned({"b.w": X}, table("a.w", "b.w", step=step, **fields), tmp_path, reverse=True)
 
 
 def test_options_about_patterns_need_a_plan_of_patterns(tmp_path: Path) -> None:
@@ -262,7 +260,7 @@ def test_names_are_looked_up_whatever_the_number_of_patterns(tmp_path: Path) -> 
     """Each of hundreds of patterns finds its names, numbers that are written and repeated placeholders included."""
     state = {f"layers.7.part{number}.weight": torch.tensor([number]) for number in range(300)} | {"block.7.again.7": X}
     plan = "".join(table(f"layers.{{i}}.part{number}.weight", f"p{number}.{{i}}") for number in range(300))
-    made = converted(state, plan + table("block.{i}.again.{i}", "twice.{i}"), tmp_path)
+    made = planned(state, plan + table("block.{i}.again.{i}", "twice.{i}"), tmp_path)
     assert [made[f"p{number}.7"].item() for number in range(300)] == list(range(300))
     assert torch.equal(made["twice.7"], X)
 
@@ -282,5 +280,5 @@ def test_any_view_is_gathered(tmp_path: Path) -> None:
         if view.numel():
             state[f"a{number}"], expected[f"b{number}"] = view, view.permute(orders[1])
             plan += table(f"a{number}", f"b{number}", step="permute", axes=orders[1])
-    made = converted(state, plan, tmp_path)
+    made = planned(state, plan, tmp_path)
     assert all(torch.equal(made[name], tensor) for name, tensor in expected.items())

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(folder: Path) -> dict[str, Done]:
     """Jobs of two processes, and what came of each."""
     (folder / "failing.py").write_text(FAILING)
-    commands = {
+    commands: dict[str, list[object]] = {
         "dcp": ["ckpt_tools", "convert", "in.pth", "dcp", "--format", "dcp", "--dtype", "fp16"],
         "merged": ["ckpt_tools", "convert", PARTS, "merged", "--shard-size", "300", "--dtype", "fp16"],
         "full": ["failing.py", "enospc", "convert", "in.pth", "full", "--format", "dcp"],

@@ -6,7 +6,6 @@ import pickle
 import re
 import shutil
 import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.commands import ckpt
-from tests.support.terminal import ROOT, run
+from tests.support.terminal import ROOT, installed, run
 
 HOOKS = ROOT / ".pre-commit-hooks.yaml"
 
@@ -168,11 +167,7 @@ def commands() -> list[str]:
 
 def test_recipes_run_as_written(models: Path) -> None:
     """The commands of docs/ci.md for GitHub and GitLab, in a shell, write what the next step takes."""
-    tool = models.parent / "bin" / "ckpt"
-    tool.parent.mkdir()
-    tool.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m ckpt_tools "$@"\n')
-    tool.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = installed(models.parent / "bin")
     lines = commands()
     assert len(lines) == 3
     for line in lines:

@@ -28,14 +28,14 @@ def job(count: int, script: Path | str, *arguments: object, cwd: Path = ROOT) ->
 
 def jobs(count: int, *commands: Sequence[object], cwd: Path = ROOT) -> list[Done]:
     """Several jobs, one after another; what came of each."""
-    asked = json.dumps([[str(word) for word in command] for command in commands])
+    asked = [[str(word) for word in command] for command in commands]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         run = [sys.executable, "-m", "tests.support.job", str(count), folder]
-        subprocess.run(run, input=asked, text=True, cwd=cwd, env=environment, check=True, timeout=240)
+        subprocess.run(run, input=json.dumps(asked), text=True, cwd=cwd, env=environment, check=True, timeout=240)
         codes = json.loads(Path(folder, "codes").read_text())
         texts = [[Path(folder, f"{number}.{stream}").read_text() for stream in "12"] for number in range(len(codes))]
-    return [Done(command, code, *text) for command, code, text in zip(commands, codes, texts, strict=True)]
+    return [Done(command, code, *text) for command, code, text in zip(asked, codes, texts, strict=True)]
 
 
 def _main(count: int, folder: str) -> None:

@@ -46,6 +46,13 @@ def edit(path: Path, change: Callable[[Any], object]) -> None:
     torch.save(saved, path)
 
 
+def converted(state: object, folder: Path, **options: Any) -> Any:
+    """What torch loads after a conversion of what torch saved."""
+    torch.save(state, folder / "in.pth")
+    ckpt_tools.convert(folder / "in.pth", folder / "out.pth", overwrite=True, **options)
+    return torch.load(folder / "out.pth", weights_only=True)
+
+
 def metadata(path: Path) -> dict[str, str]:
     """The metadata of a safetensors file as safetensors reads it."""
     with safe_open(path, "pt") as file:

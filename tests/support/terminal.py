@@ -23,6 +23,15 @@ def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
 
 
+def installed(folder: Path) -> dict[str, str]:
+    """An environment whose `ckpt` is this one, by a script in the folder."""
+    folder.mkdir(exist_ok=True)
+    tool = folder / "ckpt"
+    tool.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m ckpt_tools "$@"\n')
+    tool.chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
 def page(*arguments: object, width: int = 200) -> str:
     """What `ckpt ARGUMENTS` prints on a terminal of this width, without its colours and the blanks at the ends of lines."""
     terminal = {"FORCE_COLOR": "1", "COLUMNS": str(width)}

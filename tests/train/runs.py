@@ -2,16 +2,18 @@
 
 import json
 import os
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import TCPStore
 
 import train as package
 from tests.support.job import job
+from train import train as loop
 from train.config import Config
-from train.train import train
 
 ROOT = Path(package.__file__).parents[1]
 
@@ -36,7 +38,7 @@ def spelled(options: dict[str, Any]) -> list[str]:
 def run(out: Path, **options: Any) -> dict[str, Any]:
     """Trains in this process; the last checkpoint."""
     options = {"weights": "none", **options}
-    assert train(Config(out=out, **options), frozenset(options)) == 0
+    assert loop.train(Config(out=out, **options), frozenset(options)) == 0
     return last(out)
 
 
@@ -44,6 +46,18 @@ def last(out: Path) -> dict[str, Any]:
     """What `latest` names, as torch itself reads it, refusing all but plain data."""
     checkpoint: dict[str, Any] = torch.load(out / (out / "latest").read_text().strip(), weights_only=True)
     return checkpoint
+
+
+def signalled(monkeypatch: pytest.MonkeyPatch, number: int, *steps: int) -> None:
+    """Sends this process a signal in the middle of these steps, counted over all runs."""
+    step, counted = loop.train_step, count(1)
+
+    def stopping(*arguments: Any) -> None:
+        if next(counted) in steps:
+            os.kill(os.getpid(), number)
+        step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", stopping)
 
 
 def meeting_place() -> tuple[TCPStore, dict[str, str]]:

@@ -1,7 +1,6 @@
 """A checkpoint is whole, plain, and goes on to the very weights of a run that never stopped."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from ckpt_tools.torch import load_state_dict
-from tests.train.runs import ROOT, environment, last, run, same
+from tests.train.runs import ROOT, environment, last, run, same, signalled
 from train import checkpoint
 from train import train as loop
 from train.__main__ import command
@@ -72,20 +71,6 @@ def test_a_cosine_schedule_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert [round(row["lr"], 4) for row in whole["metrics"]] == [0.0375, 0.0125, 0]
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, number: int) -> None:
-    """Sends this process a signal in the middle of one step."""
-    step, done = loop.train_step, 0
-
-    def stopping(*arguments: Any) -> None:
-        nonlocal done
-        done += 1
-        if done == after:
-            os.kill(os.getpid(), number)
-        step(*arguments)
-
-    monkeypatch.setattr(loop, "train_step", stopping)
-
-
 @pytest.mark.parametrize(
     ("number", "after", "name"),
     [(signal.SIGINT, 60, "epoch_001_step_00016.pth"), (signal.SIGTERM, 44, "epoch_001.pth"),
@@ -96,7 +81,7 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on_exactly(
 ) -> None:
     """44 steps are an epoch: a signal in the last of them ends the epoch, and the run."""
     with monkeypatch.context() as patch:
-        interrupt(patch, after, number)
+        signalled(patch, number, after)
         assert loop.train(Config(out=tmp_path / "parts", epochs=2)) == 128 + number
     assert (tmp_path / "parts" / "latest").read_text().strip() == name
     parts = run(tmp_path / "parts", resume="latest")

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from tests.train.runs import ROOT, close, environment, last, run, same, spelled
+from tests.train.runs import ROOT, close, environment, last, run, same, signalled, spelled
 from train import data
 from train import train as loop
 from train.__main__ import command, main
@@ -32,17 +32,8 @@ def called(*options: object) -> Result:
 
 def stopped(out: Path, monkeypatch: pytest.MonkeyPatch, *, after: int, number: int = signal.SIGTERM, **options: Any) -> None:
     """A run that was sent a signal in one of its steps."""
-    step, done = loop.train_step, 0
-
-    def stopping(*arguments: Any) -> None:
-        nonlocal done
-        done += 1
-        if done == after:
-            os.kill(os.getpid(), number)
-        step(*arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", stopping)
+        signalled(patch, number, after)
         assert loop.train(Config(out=out, **options), frozenset(options)) == 128 + number
 
 
@@ -153,16 +144,7 @@ def test_the_figures_of_epochs_before_are_in_the_checkpoint(tmp_path: Path) -> N
 def test_auto_starts_anew_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command each time, as a scheduler gives it."""
     options = ["--out", tmp_path / "auto", "--resume", "auto", "--model", "mlp", "--epochs", 2]
-    step, done = loop.train_step, 0
-
-    def stopping(*arguments: Any) -> None:
-        nonlocal done
-        done += 1
-        if done in (20, 60):
-            os.kill(os.getpid(), signal.SIGTERM)
-        step(*arguments)
-
-    monkeypatch.setattr(loop, "train_step", stopping)
+    signalled(monkeypatch, signal.SIGTERM, 20, 60)
     assert [command([str(each) for each in options], standalone_mode=False) for _ in range(4)] == [143, 143, 0, 0]
     assert same(last(tmp_path / "auto"), run(tmp_path / "whole", epochs=2))
 

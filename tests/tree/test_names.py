@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import ckpt_tools
 from fixtures.make import UsersModule, Wrapped, network
+from tests.support.samples import converted
 
 
 def parallel(model: nn.Module) -> nn.Module:
@@ -43,13 +43,6 @@ ORDERS = [
     for order in [*itertools.product(WRAPPERS, repeat=count)][:: 1 if count < 3 else 7]
     if (compiled, compiled) not in itertools.pairwise(order)  # torch.compile refuses its own result
 ]
-
-
-def converted(state_dict: Any, folder: Path, **options: Any) -> Any:
-    """A state dict as it comes out of a conversion."""
-    torch.save(state_dict, folder / "in.pth")
-    ckpt_tools.convert(folder / "in.pth", folder / "out.pth", overwrite=True, **options)
-    return torch.load(folder / "out.pth", weights_only=True)
 
 
 def assert_is(found: Any, expected: Any, *, ordered: bool = True) -> None:
