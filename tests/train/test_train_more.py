@@ -78,11 +78,11 @@ def test_minutes_between_saves_go_by_the_clock(tmp_path: Path, monkeypatch: pyte
 
 def test_the_best_checkpoint_is_named_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the newest of `--keep`."""
-    accuracies = iter([0.5, 0.9, 0.8, 0.9])
+    accuracies = iter([0.5, 0.9, 0.8, 0.9, 0.7])
     monkeypatch.setattr(loop, "evaluate", lambda run: (1.0, next(accuracies)))
-    run(tmp_path, keep=1, **{**SMALL, "epochs": 4})
+    run(tmp_path, keep=2, **{**SMALL, "epochs": 5})
     assert (tmp_path / "best").read_text() == "epoch_002.pth\n"
-    assert [path.name for path in sorted(tmp_path.glob("*.pth"))] == ["epoch_002.pth", "epoch_004.pth"]
+    assert [path.name for path in sorted(tmp_path.glob("*.pth"))] == ["epoch_002.pth", "epoch_004.pth", "epoch_005.pth"]
 
 
 def test_a_file_names_nothing_that_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
