@@ -20,29 +20,28 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import ckpt_tools
-from ckpt_tools import limits
 
 Made = tuple[Path, int]
 
 
 def log(folder: Path) -> Made:
-    """Fifty thousand small dicts beside the weights."""
-    rows = [{"step": step, "loss": step / 7, "lr": 0.1} for step in range(50_000)]
+    """Half a million small dicts beside the weights."""
+    rows = [{"step": step, "loss": step / 7, "lr": 0.1} for step in range(500_000)]
     torch.save({"model": {"w": torch.ones(2)}, "log": rows}, folder / "log.pth")
     return folder / "log.pth", 1
 
 
 def replay_buffer(folder: Path) -> Made:
-    """2,000 transitions of a reinforcement learner, with arrays."""
+    """20,000 transitions of a reinforcement learner, with arrays."""
     state = np.zeros(4, "f4")
-    rows = [(state + step, step % 4, 0.5, state, False) for step in range(2_000)]
+    rows = [(state + step, step % 4, 0.5, state, False) for step in range(20_000)]
     torch.save({"model": {"w": torch.ones(2)}, "buffer": rows}, folder / "buffer.pth")
     return folder / "buffer.pth", 1
 
 
 def numbers(folder: Path) -> Made:
-    """Half a million whole numbers in a list, and a text of 30 MB."""
-    torch.save({"w": torch.ones(2), "order": list(range(500_000)), "text": "a b " * 7_500_000}, folder / "numbers.pth")
+    """Five million whole numbers in a list, and a text of 30 MB."""
+    torch.save({"w": torch.ones(2), "order": list(range(5_000_000)), "text": "a b " * 7_500_000}, folder / "numbers.pth")
     return folder / "numbers.pth", 1
 
 
@@ -97,5 +96,4 @@ SLOW: list[Callable[[Path], Made]] = [many_tensors, index, lambda folder: distri
 def test_it_is_opened(number: int, tmp_path: Path) -> None:
     """Its tensors are listed."""
     path, count = (QUICK + SLOW)[number](tmp_path)
-    with limits.raised(nodes=100_000 if number >= 0 else 1_000_000):  # quick: a tenth of the limit, and of the things
-        assert len(ckpt_tools.inspect(path).tensors) == count
+    assert len(ckpt_tools.inspect(path).tensors) == count
