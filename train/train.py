@@ -71,8 +71,11 @@ def train(config: Config, given: frozenset[str] = frozenset()) -> int:
         run = Run(config, parallel.placed(world, config), log)
         if saved:
             restore(run, saved, log)
-        with Stop(world, config) as stop:
-            code = train_epochs(run, log, stop)
+        try:
+            with Stop(world, config) as stop:
+                code = train_epochs(run, log, stop)
+        finally:
+            run.train.loader = run.test.loader = None  # workers end at once: at the exit, Python waits five seconds for each
         log.end()
         return code
 

@@ -1,6 +1,7 @@
 """A resumed run is the run that stopped: its options, its images, its signals; and one command starts and restarts it."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -91,6 +92,7 @@ def test_what_is_drawn_for_a_batch_is_the_same_after_a_resume(tmp_path: Path, mo
     monkeypatch.setattr(data, "load", lambda *_, **options: tuple(map(Noisy, sets)))
     whole = run(tmp_path / "whole", epochs=2)
     stopped(tmp_path / "parts", monkeypatch, after=20, epochs=2, workers=2)
+    assert not multiprocessing.active_children()
     assert same(whole, run(tmp_path / "parts", resume="latest"))
     assert not same(whole, run(tmp_path / "other", epochs=2, seed=1))
 
