@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from ckpt_tools.fit.initialisers import Blank, Scheme, draw
@@ -45,8 +46,15 @@ def overlap(entry: Entry, blank: Blank, kept: Shape, scheme: Scheme | None, seed
     return Adapted(made, f"{shape_text(entry.shape)} -> {shape_text(blank.shape)}: the first {shape_text(kept)} kept{rest}")
 
 
-def adapt(name: str, entry: Entry, shape: Shape, *, first: bool) -> Adapted | None:
-    """A tensor in another shape by the rule for its layer, or None where there is no rule."""
+_POSITIONS = re.compile(r"(.*_)?pos(ition|itional)?(_.*)?")  # pos_embed, position_embeddings; not post, decompose
+
+
+def adapt(name: str, entry: Entry, shape: Shape, *, first: bool, patches: Collection[int]) -> Adapted | None:
+    """A tensor in another shape by the rule for its layer, or None where there is no rule.
+
+    `patches`: how many channels the model's convolutions give. Where none has a table's width, as one that makes patches of an
+    image, and there is no class token, the places may be those of a text, which lie in a row.
+    """
     if entry.dtype.family != "float" or entry.dtype.packed > 1 or not entry.dtype.in_torch:
         return None
     old = entry.shape
@@ -54,7 +62,8 @@ def adapt(name: str, entry: Entry, shape: Shape, *, first: bool) -> Adapted | No
     if first and in_channels and old[1] == 3 and shape[1] > 0:
         return _input_channels(entry, shape)
     *_, module, leaf = ("", *name.split("."))
-    return _positions(entry, shape) if "pos" in leaf or "pos" in module else None
+    is_table = _POSITIONS.fullmatch(leaf) or (leaf == "weight" and _POSITIONS.fullmatch(module))
+    return _positions(entry, shape, is_image=old[-1:] != () and old[-1] in patches) if is_table else None
 
 
 def is_convolution(shape: Shape) -> bool:
@@ -77,7 +86,7 @@ def _input_channels(entry: Entry, shape: Shape) -> Adapted:
     )
 
 
-def _positions(entry: Entry, shape: Shape) -> Adapted | None:
+def _positions(entry: Entry, shape: Shape, *, is_image: bool) -> Adapted | None:
     old, new = entry.shape, shape
     if len(old) != len(new) or len(old) not in (2, 3) or old[-1] != new[-1] or (len(old) == 3 and (old[0], new[0]) != (1, 1)):
         return None
@@ -86,7 +95,7 @@ def _positions(entry: Entry, shape: Shape) -> Adapted | None:
         tokens for tokens, both in sides.items()
         if all(side and side * side == size - tokens for side, size in zip(both, (old[-2], new[-2]), strict=True))
     ]  # fmt: skip
-    if len(fits) != 1:
+    if len(fits) != 1 or (fits[0] != 1 and not is_image):
         return None
     tokens, width = fits[0], old[-1]
     before, after = sides[tokens]

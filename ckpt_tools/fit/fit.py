@@ -101,7 +101,9 @@ def _moved(others: list[tuple[Node, Node]], renames: Mapping[str, str]) -> list[
 class _Fitting:
     def __init__(self, source: Mapping[str, Node], wanted: Wanted, choices: Choices) -> None:
         self.source, self.wanted, self.choices, self.seed = source, wanted, choices, choices.seed
-        self.first = next((name for name in wanted.names if is_convolution(wanted.blank_of(name).shape)), "")
+        shapes = {name: wanted.blank_of(name).shape for name in wanted.names}
+        convolutions = {name: shape for name, shape in shapes.items() if is_convolution(shape)}
+        self.first, self.patches = next(iter(convolutions), ""), {shape[0] for shape in convolutions.values()}
         self.result = Fitted()
         self.made: dict[tuple[str, object], Node] = {}
         self.storages = NewStorages(source.values())
@@ -149,7 +151,7 @@ class _Fitting:
         entry = self.source.get(old)
         if type(entry) is not Entry or not self.choices.adapt:
             return None
-        return adapt(new, entry, shape, first=new == self.first)
+        return adapt(new, entry, shape, first=new == self.first, patches=self.patches)
 
     def overlap(self, name: str, entry: Node, blank: Blank) -> Entry:
         """The part of a tensor that fits, and initial values."""

@@ -301,3 +301,14 @@ def test_a_scheme_with_a_glob_is_literal(tmp_path: Path) -> None:
     state = convert(model, tmp_path / "mixed.pth", tmp_path / "kept.pth", reinit=["normal:0.02", "norm.*=zeros"])
     assert not state["norm.weight"].any()
     assert not state["fc.bias"].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [("embeddings.position_embeddings.weight", 0), ("embed_positions.weight", 2), ("decoder.post.weight", 1)]
+)
+def test_places_of_a_text_are_no_grid(tmp_path: Path, name: str, extra: int) -> None:
+    """Without a class token, or a convolution that makes patches, a table is refused, as what has `pos` in another word is."""
+    for size, file in ((16, "old.pth"), (64, "new.pth")):
+        torch.save({name: torch.randn(size + extra, 8), "conv.weight": torch.randn(9, 3, 2, 2)}, tmp_path / file)
+    with pytest.raises(MatchError, match="wanted 6"):
+        ckpt_tools.convert(tmp_path / "old.pth", tmp_path / "out.pth", like=tmp_path / "new.pth", adapt=True)

@@ -243,7 +243,7 @@ def test_a_folder_asks(tmp_path: Path, name: str, index: bool) -> None:
 def test_a_prefix_without_its_dot(tmp_path: Path) -> None:
     """Stripped it would leave names that begin with a dot; added it runs into the name, which is noted."""
     torch.save({"net.a.weight": torch.ones(2)}, tmp_path / "in.pth")
-    with pytest.raises(UsageError, match="leaves '.a.weight'") as caught:
+    with pytest.raises(UsageError, match=r"leaves '\.a\.weight'") as caught:
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", strip_prefix="net")
     assert "'net.'" in caught.value.fix
     notes = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", add_prefix="my").notes
