@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.finding import find
 from ckpt_tools.edit.quantised.parts import Quantised
 from ckpt_tools.errors import ConvertError, NothingMatchedError
-from ckpt_tools.formats.contents import StateDict, find_state_dicts
+from ckpt_tools.formats.contents import find_state_dicts
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.tree.nodes import Entry, Node, Where, stored
+from ckpt_tools.tree.nodes import Dict, Entry, Node, Pair, Where, stored
 from ckpt_tools.values.numeric import CastCount, view_of
 from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.quantised import plain_content
@@ -37,26 +37,6 @@ def dequantise(root: Node, target: DType, config: Config) -> Dequantised:
     return done
 
 
-def _exchange(
-    state_dict: StateDict, tensors: Sequence[Quantised], entries: dict[str, Entry], beside: dict[str, str], maker: _Maker,
-    done: Dequantised,
-) -> None:  # fmt: skip
-    where, node = state_dict.where, state_dict.node
-    places = {tensor.parts[0].name: tensor for tensor in tensors}
-    gone = {part.name for tensor in tensors for part in tensor.parts} | beside.keys()
-    items: list[tuple[Node, Node]] = []
-    for key, value in node.items:
-        tensor = places.get(key) if type(key) is str else None
-        if tensor is not None:
-            items += [(tensor.name, entries[tensor.name]), *([tensor.bias] if tensor.bias else [])]
-        elif type(key) is not str or key not in gone:
-            items.append((key, value))
-    node.items[:] = items
-    done.tensors |= {(*where, tensor.name): tensor.scheme for tensor in tensors}
-    done.counts |= {dotted((*where, tensor.name)): maker.counts[id(entries[tensor.name].storage)] for tensor in tensors}
-    done.left_out += [((*where, name), why) for name, why in beside.items()]
-
-
 def as_meant(
     root: Node, config: Config, target: DType = DTYPES["float32"], *, strict: bool = False, parts: bool = False
 ) -> Dequantised:
@@ -65,44 +45,52 @@ def as_meant(
     What is not whole stays as it is, and is told; with `strict` it is an error, and what is beside quantised weights goes. With
     `parts` those stay too.
     """
-    done, maker = Dequantised(), _Maker(target, config)
+    done, made = Dequantised(), dict[tuple[object, ...], tuple[Entry, CastCount]]()
+
+    def plain(tensor: Quantised) -> tuple[Entry, CastCount]:
+        """Of the same parts the same entry, so that what was tied stays tied."""
+        key = tuple(view_of(part.entry) for part in tensor.parts)
+        if key not in made:
+            one, count = tensor.settle(config), CastCount()
+            of = tuple(part.entry.storage.content for part in tensor.parts)
+            content = plain_content(one.make, one.shape, target, count, of)
+            device = tensor.parts[0].entry.storage.device
+            made[key] = stored(f"plain{len(made)}", target, one.shape, content, device), count
+        return made[key]
+
     for state_dict in {id(state_dict.node): state_dict for state_dict in find_state_dicts(root)}.values():
-        one, entries = find(state_dict.node), dict[str, Entry]()
-        if strict and one.problems:
-            raise one.problems[0]
-        done.problems += [problem.what for problem in one.problems]
-        if strict and one.quantised:
+        where, node, found = state_dict.where, state_dict.node, find(state_dict.node)
+        if strict and found.problems:
+            raise found.problems[0]
+        done.problems += [problem.what for problem in found.problems]
+        if strict and found.quantised:
             need_torch("`dequantize` works numbers out with it.")
-        for name, tensor in one.quantised.items():
+        new, gone = dict[str, list[Pair]](), set(found.beside if strict else ())
+        done.left_out += [((*where, name), found.beside[name]) for name in found.beside if strict]
+        for name, tensor in found.quantised.items():
             try:
-                entries[name] = maker.entry(tensor)
+                entry, count = plain(tensor)
             except ConvertError as error:
                 if strict:
                     raise
                 done.problems.append(error.what)
-        kept = [(name, node) for name, node in state_dict.node.items if parts and name not in entries]
-        tensors = [one.quantised[name] for name in entries]
-        _exchange(state_dict, tensors, entries, one.beside if strict else {}, maker, done)
-        there = {name for name, _ in state_dict.node.items}
-        state_dict.node.items += [pair for pair in kept if pair[0] not in there]
+                continue
+            new[tensor.parts[0].name] = [(name, entry), *([tensor.bias] if tensor.bias else [])]
+            gone.update(part.name for part in tensor.parts)
+            done.tensors[*where, name] = tensor.scheme
+            done.counts[dotted((*where, name))] = count
+        _put(node, new, gone, parts=parts)
     return done
 
 
-class _Maker:
-    """Makes plain entries; those of the same parts are one storage, so that what was tied stays tied."""
-
-    def __init__(self, target: DType, config: Config) -> None:
-        self.target, self.config = target, config
-        self.known: dict[tuple[object, ...], Entry] = {}
-        self.counts: dict[int, CastCount] = {}
-
-    def entry(self, tensor: Quantised) -> Entry:
-        key = tuple(view_of(part.entry) for part in tensor.parts)
-        if key not in self.known:
-            plain, count = tensor.settle(self.config), CastCount()
-            of = tuple(part.entry.storage.content for part in tensor.parts)
-            content = plain_content(plain.make, plain.shape, self.target, count, of)
-            device = tensor.parts[0].entry.storage.device
-            made = self.known[key] = stored(f"plain{len(self.known)}", self.target, plain.shape, content, device)
-            self.counts[id(made.storage)] = count
-        return self.known[key]
+def _put(node: Dict, new: Mapping[str, Sequence[Pair]], gone: Collection[str], *, parts: bool) -> None:
+    items: list[Pair] = []
+    for key, value in node.items:
+        if type(key) is str and key in new:
+            items += new[key]
+        elif type(key) is not str or key not in gone:
+            items.append((key, value))
+    if parts:
+        there = {name for name, _ in items}
+        items += [pair for pair in node.items if pair[0] not in there]
+    node.items[:] = items
