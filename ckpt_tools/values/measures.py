@@ -81,15 +81,15 @@ def finite_part(values: torch.Tensor) -> torch.Tensor:
     return values if bool(mask.all()) else values[mask]
 
 
-def histogram(blocks: Iterable[torch.Tensor], moments: Moments, bins: int = BINS) -> list[int]:
-    """How many finite values lie in each of `bins` equal parts from the lowest to the highest; empty without any."""
+def histogram(blocks: Iterable[torch.Tensor], moments: Moments) -> list[int]:
+    """How many finite values lie in each of `BINS` equal parts from the lowest to the highest; empty without any."""
     if not moments.finite or not math.isfinite(moments.high - moments.low):
         return []
     if moments.low == moments.high:  # one value: histc would widen the range by itself
         return [moments.finite]
     counts = None
     for block in blocks:
-        found = finite_part(real(block)).histc(bins, moments.low, moments.high)
+        found = finite_part(real(block)).histc(BINS, moments.low, moments.high)
         counts = found if counts is None else counts + found
     return [] if counts is None else [int(count) for count in counts.tolist()]
 

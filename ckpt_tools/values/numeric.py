@@ -20,11 +20,10 @@ from ckpt_tools.io.content import (
     Range,
     chunks,
     equal_chunks,
-    passing,
     read,
     read_into,
 )
-from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry, is_contiguous
 from ckpt_tools.values.pytorch import need_torch, torch
 
@@ -55,14 +54,9 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
     """The content cast from one float dtype to another, a chunk at a time."""
 
     def work(content: Content) -> Iterator[memoryview]:
-        room = min(ELEMENTS * source.itemsize, content.length)
-        if not room:  # frombuffer takes no empty buffer
-            return
-        buffer, out = bytearray(room), bytearray(room // source.itemsize * target.itemsize)
-        values, result = torch.frombuffer(buffer, dtype=torch_dtype(source)), torch.frombuffer(out, dtype=torch_dtype(target))
-        for size in _filled(content, memoryview(buffer)):
-            narrow(values[: size // source.itemsize], result[: size // source.itemsize], count)
-            yield memoryview(out)[: size // source.itemsize * target.itemsize]
+        dtype = torch_dtype(source)
+        for block in equal_chunks(content, ELEMENTS * source.itemsize):
+            yield as_bytes(torch.frombuffer(bytearray(block), dtype=dtype), target, count)
 
     return elementwise(content, source.itemsize, target.itemsize, work)
 
@@ -93,21 +87,6 @@ def _saturated(values: torch.Tensor, dtype: torch.dtype, count: CastCount) -> to
         beyond &= ~wide.isinf()
     count.saturated += int(beyond.sum())
     return values.float().clamp(-largest, largest).where(beyond, values.float()) if bool(beyond.any()) else values
-
-
-def _filled(content: Content, buffer: memoryview) -> Iterator[int]:
-    """Fill the buffer with one piece of the content after the other; yields how many bytes of it are filled."""
-    if isinstance(content, Range):
-        with passing(content) as checksum:
-            for start in range(0, content.length, len(buffer)):
-                size = min(len(buffer), content.length - start)
-                content.source.read_into(content.offset + start, buffer[:size])
-                checksum(buffer[:size])
-                yield size
-        return
-    for piece in equal_chunks(content, len(buffer)):
-        buffer[: len(piece)] = piece
-        yield len(piece)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -239,9 +218,8 @@ def gathered(content: Content, itemsize: int, view: View) -> Content:
         for piece in _pieces(view, itemsize):
             data = bytearray(piece.span * itemsize)
             read_into(part(source, piece.offset * itemsize, len(data)), memoryview(data))
-            yield from _row_major_bytes(
-                torch.frombuffer(data, dtype=getattr(torch, _SAME_WIDTH[itemsize])).as_strided(piece.sizes, piece.steps)
-            )
+            values = torch.frombuffer(data, dtype=getattr(torch, _SAME_WIDTH[itemsize]))
+            yield from map(tensor_bytes, blocks(values.as_strided(piece.sizes, piece.steps)))
 
     def some(start: int, length: int) -> Content:
         """A range: the rows that it touches, gathered, without what is too much at both ends."""
@@ -280,11 +258,7 @@ def is_by_position(content: Content) -> bool:
 
 
 def live_content(tensor: torch.Tensor) -> Computed:
-    return Computed(tensor.nbytes, lambda: _row_major_bytes(tensor.detach()))
-
-
-def _row_major_bytes(values: torch.Tensor) -> Iterator[memoryview]:
-    return map(tensor_bytes, blocks(values))
+    return Computed(tensor.nbytes, lambda: map(tensor_bytes, blocks(tensor.detach())))
 
 
 def tensor_bytes(values: torch.Tensor) -> memoryview:
@@ -368,7 +342,7 @@ def _numbers(data: bytearray, dtype: DType) -> torch.Tensor:
 def as_bytes(values: torch.Tensor, dtype: DType, count: CastCount | None = None) -> memoryview:
     if dtype.family == "complex":
         values = torch.view_as_real(values).reshape(-1)
-    own = getattr(torch, HALVES.get(dtype.name, dtype.name))
+    own = torch_dtype(DTYPES[HALVES.get(dtype.name, dtype.name)])
     out = bytearray(values.numel() * own.itemsize)
     result = torch.frombuffer(out, dtype=own)
     if count is None:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import Computed, Content, read_into
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.values.numeric import E2M1, ELEMENTS, CastCount, by_position, is_finite, narrow, one_thread, part, torch_dtype
+from ckpt_tools.values.numeric import E2M1, ELEMENTS, CastCount, as_bytes, by_position, is_finite, one_thread, part, torch_dtype
 from ckpt_tools.values.pytorch import torch
 
 Rows: TypeAlias = "Callable[[int, int], torch.Tensor]"  # of a matrix: two dimensions
@@ -34,10 +34,6 @@ class Numbers:
         self.content, self.exponents = by_position(content), exponents or dtype.name == "float8_e8m0fnu"
         self.dtype = DTYPES["uint8"] if self.exponents else dtype
 
-    @property
-    def count(self) -> int:
-        return self.content.length // self.dtype.itemsize
-
     def raw(self, first: int, count: int) -> torch.Tensor:
         if not count:
             return torch.empty(0, dtype=torch_dtype(self.dtype))
@@ -50,7 +46,7 @@ class Numbers:
         return powers(found) if self.exponents else found.to(torch.float32)
 
     def whole(self, columns: int) -> torch.Tensor:
-        return self.raw(0, self.count).view(-1, columns)
+        return self.raw(0, self.content.length // self.dtype.itemsize).view(-1, columns)
 
     def rows(self, columns: int) -> Rows:
         return lambda first, count: self.floats(first * columns, count * columns).view(count, columns)
@@ -112,15 +108,21 @@ def packed_apart(codes: Numbers, bits: int, height: int, columns: int) -> Rows:
 
     def rows(first: int, count: int) -> torch.Tensor:
         found = []
-        while count:
-            number, row = divmod(first, height)
-            taken = min(count, height - row)
+        for number, row, taken in _runs(first, count, height):
             data = codes.raw(row * columns, taken * columns).view(taken, columns)
             found.append((data >> number * bits & (1 << bits) - 1).float())
-            first, count = first + taken, count - taken
         return torch.cat(found)
 
     return rows
+
+
+def _runs(first: int, count: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """The runs of `size` rows that some rows lie in: the number of each, the first row inside, and how many."""
+    while count:
+        number, row = divmod(first, size)
+        taken = min(count, size - row)
+        yield number, row, taken
+        first, count = first + taken, count - taken
 
 
 # --- codes with scales
@@ -180,15 +182,14 @@ def nibbles(
     codes: Numbers, scales: Scales, block: int, columns: int, *, low_first: bool, table: Sequence[float] = E2M1
 ) -> Rows:
     """A table's value for every 4 bits, times the scale of its block; blocks go on over the ends of rows."""
+    in_blocks = _repeated(scales, block)
 
     def rows(first: int, count: int) -> torch.Tensor:
         start, end = first * columns, (first + count) * columns
         if start == end:
             return torch.empty(count, columns)
         values = _looked_up(codes.raw(start // 2, -(-end // 2) - start // 2), table, low_first=low_first)
-        number = start // block
-        found = scales(number, -(-end // block) - number).repeat_interleave(block)
-        return (values[start % 2 :][: end - start] * found[start - number * block :][: end - start]).view(count, -1)
+        return (values[start % 2 :][: end - start] * in_blocks(start, end - start)).view(count, -1)
 
     return rows
 
@@ -203,32 +204,30 @@ def nibbles_turned(codes: Numbers, exponents: Numbers, block: int, height: int, 
         return found.view(height, -1), scales.view(height, -1)
 
     @lru_cache(maxsize=1)  # several calls ask for the columns of one block
-    def columns(first: int) -> torch.Tensor:
-        number, column = divmod(first, width)
+    def columns(run: int) -> torch.Tensor:
+        number, column = divmod(run * block, width)
         found, scales = matrix(number)
         values = _looked_up(found[:, column // 2 : (column + block) // 2], E2M1, low_first=True).view(height, block)
         return (values * powers(scales[:, column // block, None])).t().contiguous()
 
     def rows(first: int, count: int) -> torch.Tensor:
-        found = []
-        while count:
-            inside = first % block
-            taken = min(count, block - inside)
-            found.append(columns(first - inside)[inside : inside + taken])
-            first, count = first + taken, count - taken
-        return torch.cat(found)
+        return torch.cat([columns(run)[row : row + taken] for run, row, taken in _runs(first, count, block)])
 
     return rows
 
 
 def nested(codes: Numbers, table: Numbers, scales: Numbers, block: int, offset: float) -> Scales:
     """Scales that are codes of 8 bits themselves: a table's value, times the scale of a block of scales, and an offset."""
-    known = table.floats(0, 256)
+    known, in_blocks = table.floats(0, 256), _repeated(scales.floats, block)
+    return lambda first, count: known[codes.raw(first, count).long()] * in_blocks(first, count) + offset
+
+
+def _repeated(scales: Scales, block: int) -> Scales:
+    """For each number the scale of its block."""
 
     def found(first: int, count: int) -> torch.Tensor:
         number = first // block
-        outer = scales.floats(number, -(-(first + count) // block) - number).repeat_interleave(block)
-        return known[codes.raw(first, count).long()] * outer[first - number * block :][:count] + offset
+        return scales(number, -(-(first + count) // block) - number).repeat_interleave(block)[first - number * block :][:count]
 
     return found
 
@@ -236,7 +235,7 @@ def nested(codes: Numbers, table: Numbers, scales: Numbers, block: int, offset: 
 def tiled(scales: Numbers, columns: int) -> Scales:
     """Scales of a matrix that lie in tiles of 128 x 4, rows 32 apart together (cuBLAS, "1D Block Scaling Factors Layout")."""
     tiles = -(-columns // 4)
-    found = scales.floats(0, scales.count).view(-1, tiles, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(-1, tiles * 4)
+    found = scales.whole(1).float().view(-1, tiles, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(-1, tiles * 4)
     flat = found[:, :columns].reshape(-1)
     return lambda first, count: flat[first : first + count]
 
@@ -256,8 +255,7 @@ def plain_content(make: MakeRows, shape: tuple[int, ...], target: DType, count: 
     row, step = columns * target.itemsize, max(1, ELEMENTS // max(1, columns))
 
     def work(start: int, size: int) -> Iterator[memoryview]:
-        rows, dtype = make(), torch_dtype(target)
-        end = start + size
+        rows, end = make(), start + size
         last = -(-end // row) if size else 0
         for first in range(start // row if size else 0, last, step):
             with one_thread():  # packed columns are worked out many at a time
@@ -265,9 +263,8 @@ def plain_content(make: MakeRows, shape: tuple[int, ...], target: DType, count: 
                 if values.numel() and not is_finite(values):  # the product or a scale makes those
                     count.overflowed += int(values.isinf().sum())
                     count.nan += int(values.isnan().sum())
-                out = bytearray(values.numel() * target.itemsize)
-                narrow(values, torch.frombuffer(out, dtype=dtype), count)
-            yield memoryview(out)[max(0, start - first * row) : max(0, end - first * row)]
+                data = as_bytes(values, target, count)
+            yield data[max(0, start - first * row) : max(0, end - first * row)]
 
     def cut(start: int, size: int) -> Computed:
         return Computed(size, lambda: work(start, size), of, lambda at, part: cut(start + at, part))
