@@ -18,6 +18,7 @@ from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import is_finite, one_thread, row_major, tensor_bytes, torch_dtype
 from ckpt_tools.values.pytorch import torch
+from ckpt_tools.values.quantised import runs
 
 BLOCK = 1 << 17  # elements of the base that are worked on at once: few enough for a cache
 _NARROW = ("float16", "bfloat16")
@@ -64,10 +65,6 @@ class Delta:
     experts: int = 0  # that the factors are for, one [rows, columns] below the other; 0 for a plain weight
     first: int = 0  # the row of those at which the weight begins
     read: Callable[[Content], bytes] = read
-
-    @property
-    def height(self) -> int:
-        return self.down.columns if self.turned else self.up.rows
 
     @property
     def parts(self) -> list[Matrix]:
@@ -162,13 +159,11 @@ class _Layer:
         """The products of so many rows of the experts, one below the other."""
         delta, products = self.delta, []
         rank = delta.down.rows // delta.experts
-        while count:
-            expert, row = divmod(start, delta.height)
-            rows = slice(row, min(row + count, delta.height))
+        for expert, row, taken in runs(start, count, delta.down.columns if delta.turned else delta.up.rows):
+            rows = slice(row, row + taken)
             down = self.down[expert * rank : (expert + 1) * rank].to(self.wide)
             up = self.up[:, expert :: delta.experts].to(self.wide)
             products.append(down[:, rows].T @ up.T if delta.turned else up[rows] @ down)
-            start, count = start + rows.stop - row, count - (rows.stop - row)
         return torch.cat(products)
 
     def onto(self, block: torch.Tensor, before: torch.Tensor, start: int) -> torch.Tensor:

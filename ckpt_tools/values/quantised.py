@@ -108,7 +108,7 @@ def packed_apart(codes: Numbers, bits: int, height: int, columns: int) -> Rows:
 
     def rows(first: int, count: int) -> torch.Tensor:
         found = []
-        for number, row, taken in _runs(first, count, height):
+        for number, row, taken in runs(first, count, height):
             data = codes.raw(row * columns, taken * columns).view(taken, columns)
             found.append((data >> number * bits & (1 << bits) - 1).float())
         return torch.cat(found)
@@ -116,7 +116,7 @@ def packed_apart(codes: Numbers, bits: int, height: int, columns: int) -> Rows:
     return rows
 
 
-def _runs(first: int, count: int, size: int) -> Iterator[tuple[int, int, int]]:
+def runs(first: int, count: int, size: int) -> Iterator[tuple[int, int, int]]:
     """The runs of `size` rows that some rows lie in: the number of each, the first row inside, and how many."""
     while count:
         number, row = divmod(first, size)
@@ -211,7 +211,7 @@ def nibbles_turned(codes: Numbers, exponents: Numbers, block: int, height: int, 
         return (values * powers(scales[:, column // block, None])).t().contiguous()
 
     def rows(first: int, count: int) -> torch.Tensor:
-        return torch.cat([columns(run)[row : row + taken] for run, row, taken in _runs(first, count, block)])
+        return torch.cat([columns(run)[row : row + taken] for run, row, taken in runs(first, count, block)])
 
     return rows
 

@@ -21,8 +21,7 @@ def graph_of(model: torch.nn.Module, inputs: Sequence[Input], build: Callable[[]
     except Exception:
         if build is None:
             raise
-        made = build()
-        return _run(made, inputs, "cpu")
+        return _run(build(), inputs, "cpu")
 
 
 def _run(model: torch.nn.Module, inputs: Sequence[Input], device: str) -> Graph:
@@ -32,8 +31,7 @@ def _run(model: torch.nn.Module, inputs: Sequence[Input], device: str) -> Graph:
     floats = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
     given: list[tuple[str | None, torch.Tensor]] = []
     for row in inputs:
-        is_index = row.below is not None
-        fill, dtype = (0, torch.int64) if is_index else (0.5, floats)
+        fill, dtype = (0.5, floats) if row.below is None else (0, torch.int64)
         given.append((row.name, torch.full(row.shape, fill, dtype=dtype, device=device)))
     recorder = _Recorder()
     for name, tensor in model.state_dict(keep_vars=True).items():

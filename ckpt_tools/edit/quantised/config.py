@@ -40,9 +40,6 @@ class Config:
     mode: str = ""  # MLX's
     layers: Mapping[str, Config] = field(default_factory=dict)  # MLX's, by the path of the module
 
-    def layer(self, path: str) -> Config:
-        return self.layers.get(path, self)
-
 
 def read_config(checkpoint: Checkpoint) -> Config:
     """The config beside a checkpoint; one that says nothing where there is none."""

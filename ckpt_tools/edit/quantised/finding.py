@@ -168,7 +168,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
         scheme, elements = _told(tensor, config)
         row = rows.setdefault(scheme, {"scheme": scheme, "tensors": 0, "elements": 0, "bytes": 0, "bf16_bytes": 0})
         row["tensors"] += 1
-        row["bytes"] += tensor.nbytes
+        row["bytes"] += sum(part.entry.nbytes for part in tensor.parts)
         row["elements"] = None if elements is None or row["elements"] is None else row["elements"] + elements
         row["bf16_bytes"] = None if row["elements"] is None else row["elements"] * _PLAIN_BYTES
     return {"schemes": list(rows.values()), "problems": [problem.what for one in found for problem in one.problems][:_SHOWN]}

@@ -12,8 +12,7 @@ from ckpt_tools.values.quantised import Rows, nibbles, packed, scaled
 
 _WORD = 32  # bits
 _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-
-
+_FIX = "config.json beside the weights says them (quantization)."
 # With exponents or FP8 for scales, and no biases: bits, codes that have one scale, dtype of the scales
 _MODES = {"mxfp4": (4, 32, "float8_e8m0fnu"), "nvfp4": (4, 16, "float8_e4m3fn"), "mxfp8": (8, 32, "float8_e8m0fnu")}
 
@@ -41,7 +40,7 @@ def _fits(weight: Part, scales: Part, bits: int) -> bool:
 
 
 def _affine(weight: Part, scales: Part, biases: Part, config: Config) -> Plain:
-    said, path = config.layer(weight.name.rpartition(".")[0]), "config.json beside the weights says them (quantization)."
+    said = config.layers.get(weight.name.rpartition(".")[0], config)
     if said.mode not in ("", "affine"):
         raise ConvertError(f"{weight.name!r} has biases, and config.json says its mode is {said.mode!r}.")
     if scales.shape != biases.shape:
@@ -55,7 +54,7 @@ def _affine(weight: Part, scales: Part, biases: Part, config: Config) -> Plain:
         why = f"These shapes fit {fits}."
         if said.bits or said.group:
             why += f" config.json says {said.bits or '?'} bits in groups of {said.group or '?'}."
-        raise ConvertError(f"{weight}, and {scales}: the bits of a code are not clear.", why=why, fix=path)
+        raise ConvertError(f"{weight}, and {scales}: the bits of a code are not clear.", why=why, fix=_FIX)
     bits, group = found[0]
     columns, cells = weight.shape[-1] * _WORD // bits, scales.shape[-1]
 
@@ -67,7 +66,7 @@ def _affine(weight: Part, scales: Part, biases: Part, config: Config) -> Plain:
 
 
 def _of_mode(weight: Part, scales: Part, mode: str, config: Config) -> Plain:
-    said, (bits, group, kind) = config.layer(weight.name.rpartition(".")[0]), _MODES[mode]
+    said, (bits, group, kind) = config.layers.get(weight.name.rpartition(".")[0], config), _MODES[mode]
     if said.mode not in ("", mode):
         raise ConvertError(f"{weight.name!r} is {mode} by its shapes, and {said.mode!r} by config.json.")
     columns = weight.shape[-1] * _WORD // bits

@@ -46,7 +46,8 @@ def read_packed(key: str, node: Node, state_dict: Dict) -> Quantised | None:
 def read_qtensor(key: str, node: Object, name: str) -> Quantised | None:
     if node.name != "torch._utils._rebuild_qtensor" or unusual_tensor(node) is None:  # which checks what it is made of
         return None
-    storage, offset, size, stride, scheme, _, hooks = _args(node)
+    arguments: Any = node.args
+    storage, offset, size, stride, scheme, _, hooks = arguments
     view: Any = rebuild_tensor_v2((storage, offset, size, stride, False, hooks))
     if view.dtype.name not in _CODES or scheme[0].name == "per_channel_affine_float_qparams":
         why = f"ckpt reads {', '.join(_CODES)}, per tensor or per channel."
@@ -63,10 +64,6 @@ def read_qtensor(key: str, node: Object, name: str) -> Quantised | None:
 
     label = f"torch {view.dtype.name}, {'a scale a tensor' if axis is None else 'a scale a channel'}"
     return Quantised(name, label, (codes, scale, zero), view.numel, settle)
-
-
-def _args(node: Any) -> Any:
-    return node.args
 
 
 def _part(key: str, attribute: str, node: Node, dtype: str) -> Part:

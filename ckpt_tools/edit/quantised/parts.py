@@ -71,10 +71,6 @@ class Quantised:
     settle: Callable[[Config], Plain]
     bias: tuple[str, Entry] | None = None  # which lies in the same object
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.entry.nbytes for part in self.parts)
-
 
 # How the name of a part ends: (what the plain name has in its place, the role). Endings that begin with a dot name a tensor of
 # the module that the weight is in, or of the weight itself.
