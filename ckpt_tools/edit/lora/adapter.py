@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, read_config
-from ckpt_tools.edit.lora.names import Part, Role, is_factor, read_name
+from ckpt_tools.edit.lora.names import Part, is_factor, read_name
 from ckpt_tools.edit.selection import only_state_dict
 from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -33,7 +33,7 @@ _SCALARS = {
     "float64": "<d", "float32": "<f", "bfloat16": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h",
     "uint8": "<B",
 }  # fmt: skip
-_Roles = dict[Role, tuple[str, Entry]]
+_Roles = dict[str, tuple[str, Entry]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,8 +156,7 @@ def _tensors(checkpoint: Checkpoint) -> dict[str, Entry]:
     nodes = tensors_by_name(only_state_dict(to_little_endian(checkpoint.root, checkpoint.byteorder), str(checkpoint.path)))
     tensors = {name: node for name, node in nodes.items() if type(node) is Entry}
     if other := [name for name in nodes if name not in tensors]:
-        what = f"{checkpoint.path}: {other[0]!r} is a sparse or quantised tensor, which an adapter cannot have."
-        raise ConvertError(what)
+        raise ConvertError(f"{checkpoint.path}: {other[0]!r} is a sparse or quantised tensor, which an adapter cannot have.")
     return tensors
 
 
@@ -200,7 +199,7 @@ def _config_of(part: Part, configs: Mapping[str, Config], roles: _Roles, path: s
 
 
 def _change(part: Part, roles: _Roles, config: Config, all_grouped: Collection[str], path: str) -> Change:
-    kinds: list[tuple[Role, Role]] = [("grouped_down", "grouped_up"), ("embedding_down", "embedding_up"), ("down", "up")]
+    kinds = [("grouped_down", "grouped_up"), ("embedding_down", "embedding_up"), ("down", "up")]
     kind = next((kind for kind in kinds if not roles.keys().isdisjoint(kind)), kinds[-1])
     down, up = map(roles.get, kind)
     if down is None or up is None:

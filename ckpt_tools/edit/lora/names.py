@@ -10,16 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
-
-Role: TypeAlias = Literal[
-    "base", "down", "up", "embedding_down", "embedding_up", "magnitude", "bias", "mid", "alpha", "difference",
-    "bias_difference", "grouped_down", "grouped_up",
-]  # fmt: skip
 
 PEFT_PREFIX = "base_model.model."
 # Behind `lora_A` a live model has the adapter's name, which `save_pretrained` leaves out.
-_RULES: tuple[tuple[Role, str], ...] = (
+_RULES: tuple[tuple[str, str], ...] = (
     ("down", r"\.lora_A(?:\.[^.]+)?\.weight|\.lora_down\.weight|\.lora\.down\.weight|\.lora_linear_layer\.down\.weight"),
     ("up", r"\.lora_B(?:\.[^.]+)?\.weight|\.lora_up\.weight|\.lora\.up\.weight|\.lora_linear_layer\.up\.weight"),
     ("down", r"_lora\.down\.weight"),
@@ -50,7 +44,7 @@ _OLD_TEXT = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "ou
 @dataclass(frozen=True, slots=True)
 class Part:
     module: str
-    role: Role | None
+    role: str | None
     component: str = ""
     flat: bool = False
     peft: bool = False
@@ -73,7 +67,7 @@ def is_factor(name: str) -> bool:
     return _FACTOR.search(name) is not None
 
 
-def _module(path: str, role: Role | None) -> Part:
+def _module(path: str, role: str | None) -> Part:
     if path.startswith(PEFT_PREFIX):
         wrapped = 0 if role is None else path.count(".base_layer")
         return Part(_WRAPPED.sub("", f"{path[len(PEFT_PREFIX) :]}.")[:-1], role, peft=True, wrapped=wrapped)
@@ -133,14 +127,12 @@ def in_other_layout(paths: Collection[str]) -> Iterator[tuple[str, str]]:
 
 def _is_stabilitys(paths: Collection[str]) -> bool:
     """Whether a U-Net has two layers a block: its blocks are three numbers long, and the last of a block halves the size."""
-    found = {
-        kind: {int(path.split(".")[1]) for path in paths if path.startswith(f"{kind}_blocks.")} for kind in ("input", "output")
-    }
-    halving = [number for number in found["input"] if f"input_blocks.{number}.0.op" in paths]
-    whole = set(range(3 * len(halving) + 3))
-    return bool(halving) and set(halving) == {number for number in whole if number and number % 3 == 0} and (
-        found["input"] == found["output"] == whole
-    )  # fmt: skip
+    inputs, outputs = (
+        {int(path.split(".")[1]) for path in paths if path.startswith(f"{kind}_blocks.")} for kind in ("input", "output")
+    )
+    halving = {number for number in inputs if f"input_blocks.{number}.0.op" in paths}
+    end = 3 * len(halving) + 3
+    return bool(halving) and halving == set(range(3, end, 3)) and inputs == outputs == set(range(end))
 
 
 def _is_diffusers(paths: Collection[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -112,7 +112,8 @@ class Modules:
         ways = [Way(), *_ways(wanted[0], known, "_" if like.flat else ".")][:_MOST_WAYS]
         whole = [way for way in ways if all(way(path) in known for path in wanted)]
         if not whole:
-            raise _unknown(wanted, min((_missing(way, wanted, known) for way in ways), key=len), like, given, base)
+            missing = min(([path for path in wanted if way(path) not in known] for way in ways), key=len)
+            raise _unknown(wanted, missing, like, given, base)
         good = [way for way in whole if all(any(may_be(path, one) for one in known[way(path) or ""]) for path in wanted)]
         chosen = good or whole
         way, several = chosen[0], [way.add for way in chosen] if len(chosen) > 1 and chosen[0] != Way() else []
@@ -125,10 +126,6 @@ class Modules:
                 fix="Choose one: `select=WHERE`, or `keep` and `drop` before.",
             )
         return {path: bases[0] for path, bases in partners.items()}, way
-
-
-def _missing(way: Way, wanted: Iterable[str], known: Collection[str]) -> list[str]:
-    return [path for path in wanted if way(path) not in known]
 
 
 def _unknown(wanted: Sequence[str], missing: Sequence[str], like: Change | Difference, given: str, base: str) -> ConvertError:

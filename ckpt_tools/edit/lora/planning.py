@@ -76,21 +76,20 @@ class Planning:
         self.read = functools.lru_cache(maxsize=4)(read)  # a factor of all experts, for one after the other
 
     def run(self) -> Merged:
-        groups: dict[tuple[str, bool], tuple[list[Change], list[Difference]]] = {}
-        for change in self.adapter.changes:
-            groups.setdefault((change.component, change.flat), ([], []))[0].append(change)
-        for difference in self.adapter.differences:
-            groups.setdefault((difference.component, difference.flat), ([], []))[1].append(difference)
-        ways = [self.group(*rows) for rows in groups.values()]
+        groups = [(row.component, row.flat) for row in self.adapter.changes]
+        groups += [(row.component, row.flat) for row in self.adapter.differences]
+        ways = [self.group(component, flat) for component, flat in dict.fromkeys(groups)]
         for path, entry in self.adapter.saved.items():
             self.save(path, entry, ways)
         self.check_saved()
         self.report.scales.sort()
         return self.report
 
-    def group(self, changes: Sequence[Change], differences: Sequence[Difference]) -> Way:
+    def group(self, component: str, flat: bool) -> Way:
         """The changes of one component; the way that led to their partners."""
         base, chains = self.base, dict[str, list[Change]]()
+        changes = [row for row in self.adapter.changes if (row.component, row.flat) == (component, flat)]
+        differences = [row for row in self.adapter.differences if (row.component, row.flat) == (component, flat)]
         for change in changes:
             chains.setdefault(change.module, []).append(change)
         whole = {row.module: row for row in differences}
@@ -107,9 +106,8 @@ class Planning:
         wanted = [path for path in (*chains, *(path for path in whole if path not in chains)) if path not in tied]
         partners, way = modules.find(wanted, changes[0] if changes else differences[0], self.given, base.path, may_be)
         if way.strip and way.add:
-            self.plans.note(
-                "adapter-names", f"{self.given}: what it names below {way.strip!r} is what {base.path} has below {way.add!r}."
-            )
+            text = f"{self.given}: what it names below {way.strip!r} is what {base.path} has below {way.add!r}."
+            self.plans.notes.append(("adapter-names", text))
         for module in partners.values():
             base.check_plain(module)
         partners |= tied
@@ -125,10 +123,8 @@ class Planning:
         for difference in differences:
             self.add_difference(difference, partners[difference.module])
         for path, module in tied.items():
-            self.plans.note(
-                "tied-target",
-                f"{base.path} has no {path!r}: it is tied to {base.names[module]!r}, which gets its change, as PEFT merges it.",
-            )
+            tie = f"it is tied to {base.names[module]!r}, which gets its change, as PEFT merges it."
+            self.plans.notes.append(("tied-target", f"{base.path} has no {path!r}: {tie}"))
         return way
 
     def targeted(self, path: str, module: str, chains: Mapping[str, Sequence[Change]]) -> list[Parameter]:
@@ -250,10 +246,8 @@ class Planning:
         module = name.removesuffix(".weight")
         others = {last_name(one.removesuffix(".weight")) for one in (*self.base.names, *self.adapter.saved)}
         if is_embedding(module, self.base.tensors) and (others - {last_name(module)}).isdisjoint(TIED):
-            self.plans.note(
-                "tied-target",
-                f"{name!r} is the adapter's own: a head that the loader ties to it gets that too; PEFT would keep the old one.",
-            )
+            text = "a head that the loader ties to it gets that too; PEFT would keep the old one."
+            self.plans.notes.append(("tied-target", f"{name!r} is the adapter's own: {text}"))
 
     def check_replaces(self, name: str, entry: Entry) -> None:
         """A resized embedding has more rows, or fewer; all else is of one shape."""
@@ -287,9 +281,6 @@ class Merging:
         replaced = [node for name in self.own if (node := self.base.tensors.get(name)) is not None]
         return [*replaced, *(row.entry for row in self.weights.values() if row.own is not None), *self.equal_bases]
 
-    def note(self, code: str, text: str) -> None:
-        self.notes.append((code, text))
-
     def weight(self, name: str) -> _Weight:
         entry = self.base.entry(name)
         return self.weights.setdefault(view_of(entry), _Weight(name, entry))
@@ -308,7 +299,7 @@ class Merging:
             weight.own, weight.own_by = None if is_same else entry, given
             if not is_same:
                 text = f"{given} contains the {name!r} that it was trained on, not that of {self.base.path}; that is written."
-                self.note("adapters-base", text)
+                self.notes.append(("adapters-base", text))
         elif given != weight.own_by and not (is_same and weight.own is None):
             raise ConvertError(f"{weight.own_by} and {given} were trained on different weights {name!r}, which both hold.")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_tools.edit.lora.adapter import as_matrices
 from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, parse, read_config
-from ckpt_tools.edit.lora.names import PEFT_PREFIX, Part, Role, is_factor, read_name
+from ckpt_tools.edit.lora.names import PEFT_PREFIX, Part, is_factor, read_name
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
@@ -26,7 +26,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
         return None
     tensors = tensors_by_name(checkpoint.state_dicts[0].node)
     parts = {name: read_name(name) for name in tensors}
-    modules: dict[tuple[str, str, int], dict[Role, Entry]] = {}
+    modules: dict[tuple[str, str, int], dict[str, Entry]] = {}
     for name, part in parts.items():
         if part.role is not None and type(entry := tensors[name]) is Entry:
             modules.setdefault((part.component, part.module, part.wrapped), {})[part.role] = entry
@@ -67,7 +67,7 @@ def _rank(config: Config, module: str, rows: int, beside: list[int], problem: st
     return rows // common.pop() if len(common) == 1 else rows
 
 
-def _pair(roles: dict[Role, Entry]) -> tuple[Entry, Entry] | None:
+def _pair(roles: dict[str, Entry]) -> tuple[Entry, Entry] | None:
     if "grouped_down" in roles and "grouped_up" in roles:
         return as_matrices(roles["grouped_down"], roles["grouped_up"])
     down, up = roles.get("down", roles.get("embedding_down")), roles.get("up", roles.get("embedding_up"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
+from itertools import count
 
 from ckpt_tools import limits
 from ckpt_tools.edit.objects.known import WITH_OUTER, ObjectFate, is_known
@@ -73,11 +74,7 @@ class _Keys:
         """The plain form of a key; DROP where none can be hashed."""
         if type(node) is tuple:
             return self.tuple(node, depth)
-        if type(node) is bytes and bytes not in self.simple:
-            text = node.decode("latin1")
-            self.changed.append((node, text))
-            return text
-        if type(node) is not Object and type(node) is not Global:
+        if type(node) not in (Object, Global, bytes):
             return DROP if type(node) in (Dict, List) else node
         new = _elements(node) if type(node) is Object and node.name == "builtins.frozenset" else self.plain(node)
         new = self.tuple(new, depth) if type(new) is tuple else new
@@ -198,20 +195,15 @@ def make_plain(
     root: Node, *, oldest: bool = False, file_bytes: int = 0, unknown: Iterable[tuple[Where, str]] | None = None
 ) -> tuple[Node, list[ObjectFate]]:
     """Exchange every object for plain data; what has no plain form is dropped."""
-    new, numbers = _New(file_bytes), iter(range(1 << 62))
-    places = _places(root, values=oldest, made=_New(file_bytes).add)
+    new, found = _New(file_bytes), _New(file_bytes)
+    places = _places(root, values=oldest, made=found.name)
     unknown = find_unknown(root, places) if unknown is None else unknown
 
-    def key() -> str:
-        new.add()
-        return f"plain{next(numbers)}"
-
     def swap(node: Node) -> Node | Drop:
-        return _plain(node, key)
+        return _plain(node, new.name)
 
     def swap_older(node: Node) -> Node | Drop:
-        new = _plain(node, key)
-        return DROP if new is DROP else plain_for_2_4(new, key)
+        return plain_for_2_4(swap(node), new.name)
 
     changed = _Keys(root, *((key_for_2_4(swap), _KEYS) if oldest else (swap, _SIMPLE))).changed
     fates = [ObjectFate([*places.get(id(node), _INSIDE)], _name(node), _kind(new)) for node, new in changed]
@@ -222,15 +214,16 @@ def make_plain(
 
 
 class _New:
-    """Counts the tensors that bytes, numbers and arrays become, and their places: no more than a file of this size may have."""
+    """Names the tensors that bytes, numbers and arrays become: no more than a file of this size may have."""
 
     def __init__(self, file_bytes: int) -> None:
-        self.left = self.most = limits.NODES.most(file_bytes) // limits.LISTED
+        self.count, self.most = 0, limits.NODES.most(file_bytes) // limits.LISTED
 
-    def add(self) -> None:
-        self.left -= 1
-        if self.left < 0:
+    def name(self) -> str:
+        self.count += 1
+        if self.count > self.most:
             raise limits.NODES.error(f"Bytes, numbers and arrays would become more than {self.most} tensors.")
+        return f"plain{self.count - 1}"
 
 
 def _exchange(
@@ -300,5 +293,5 @@ def arrays_as_tensors(root: Node) -> tuple[Node, list[ObjectFate]]:
     found = (node for _, node in visit.walk(root, plain=False, entries=False))
     if not any(type(node) is Object and type(node.function) is Global and is_array(node.function) for node in found):
         return root, []
-    numbers = iter(range(1 << 62))
+    numbers = count()
     return _exchange(root, lambda node: as_array(node, lambda: f"array{next(numbers)}") or node, _places(root), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -128,7 +129,7 @@ def _made_from(args: Node) -> Node | Drop:
 # --- what weights_only has taken since torch 2.5 only
 
 
-def plain_for_2_4(node: Node, key: Key) -> Node | Drop:
+def plain_for_2_4(node: Node | Drop, key: Key) -> Node | Drop:
     """A plain node as torch 2.4 takes it: a set as a list, bytes as a uint8 tensor, a complex number as a 0-d tensor."""
     if type(node) is bytes:
         return _tensor("uint8", (len(node),), node, key)
@@ -149,10 +150,10 @@ def plain_for_2_4(node: Node, key: Key) -> Node | Drop:
 
 
 def key_for_2_4(plain: Swap) -> Swap:
-    """What keys become: complex numbers text, since they are neither a plain value nor a name."""
+    """What keys become: bytes and complex numbers text, since they are neither a plain value nor a name."""
 
     def convert(node: Node) -> Node | Drop:
-        new = plain(node)
+        new = node.decode("latin1") if type(node) is bytes else plain(node)
         if type(new) is Object and new.name == "builtins.complex":
             number = _complex(new.args)
             return DROP if number is None else str(number)
@@ -188,8 +189,6 @@ def _path(node: Any, key: Key) -> Node:
 
 
 def _timestamp(node: Any, key: Key) -> Node:
-    import datetime
-
     # A known class of the standard library with checked bytes: nothing that the file names is looked up or called.
     kind: Any = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}[node.name.rpartition(".")[2]]
     data, *zone = node.args
@@ -199,8 +198,6 @@ def _timestamp(node: Any, key: Key) -> Node:
 
 def _zone(node: Any) -> Any:
     """The time zone of a pickled datetime.timezone; ValueError for another class's."""
-    import datetime
-
     if node.name != "datetime.timezone":
         raise ValueError("not a fixed time zone")
     return datetime.timezone(datetime.timedelta(*node.args[0].args))
