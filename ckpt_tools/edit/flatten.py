@@ -42,14 +42,9 @@ def set_texts(metadata: dict[str, str], texts: Sequence[tuple[str, str]]) -> Non
 
 
 def flatten(
-    root: Node,
-    *,
-    objects: str | None = None,
-    metadata: Mapping[str, str] | None = None,
-    texts: Sequence[tuple[str, str]] = (),
-    holder: str = "safetensors",
-    shards: bool = False,
-) -> Flat:
+    root: Node, *, objects: str | None = None, metadata: Mapping[str, str] | None = None,
+    texts: Sequence[tuple[str, str]] = (), holder: str = "safetensors", shards: bool = False,
+) -> Flat:  # fmt: skip
     """Make a tree flat, or say what stands in the way. In shards a tied name is a tensor of its own, as an index lists it."""
     state_dict, flat = one_state_dict(root, objects=objects, metadata=metadata, holder=holder)
     _collect(state_dict, flat)

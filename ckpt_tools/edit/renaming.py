@@ -67,10 +67,7 @@ def rename_optimizers(root: Node, rename: Rename) -> int:
     for _, optimizer in find_optimizers(root):
         if (flat := optimizer.flat) is not None and id(flat) not in done:
             done.add(id(flat))
-            renamed = {key: _in_flat(key, rename) for key in flat.named}
-            check_unique(renamed)
-            flat.items[:] = [(renamed[str(key)], value) for key, value in flat.items]
-            changed += sum(old != new for old, new in renamed.items())
+            changed += _rename_keys(flat, lambda key: _in_flat(key, rename))
             continue
         groups = [group for group in optimizer.groups.items if type(group) is Dict]
         for node in (optimizer.state, *(group.get(key) for group in groups for key in ("param_names", "params"))):
@@ -78,15 +75,19 @@ def rename_optimizers(root: Node, rename: Rename) -> int:
                 continue
             done.add(id(node))
             if type(node) is Dict:
-                renamed = {key: rename(key) for key, _ in node.items if type(key) is str}
-                check_unique(renamed)
-                node.items[:] = [(renamed[key] if type(key) is str else key, value) for key, value in node.items]
-                changed += sum(old != new for old, new in renamed.items())
+                changed += _rename_keys(node, rename)
             elif type(node) is List:
                 new = [rename(name) if type(name) is str else name for name in node.items]
-                changed += sum(1 for old, name in zip(node.items, new, strict=True) if old != name)
+                changed += sum(old != name for old, name in zip(node.items, new, strict=True))
                 node.items[:] = new
     return changed
+
+
+def _rename_keys(node: Dict, rename: Rename) -> int:
+    renamed = {key: rename(key) for key in node.named}
+    check_unique(renamed)
+    node.items[:] = [(renamed[key] if type(key) is str else key, value) for key, value in node.items]
+    return sum(old != new for old, new in renamed.items())
 
 
 def _in_flat(key: str, rename: Rename) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -136,13 +137,12 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str], used: C
 
 def _without(node: Dict | List, indices: set[int], own: set[str]) -> list[tuple[str, Node]]:
     """Take the items at these indices away; returns the tensors among them, where a state dict keeps others."""
-    if type(node) is List:
-        node.items[:] = [item for index, item in enumerate(node.items) if index not in indices]
+    items: list[Any] = node.items
+    gone = [item for index, item in enumerate(items) if index in indices]
+    items[:] = [item for index, item in enumerate(items) if index not in indices]
+    if type(node) is List or not any(key in own for key, _ in items):
         return []
-    assert type(node) is Dict
-    tensors = [pair for index, pair in enumerate(node.items) if index in indices and pair[0] in own]
-    node.items[:] = [pair for index, pair in enumerate(node.items) if index not in indices]
-    return [(str(key), value) for key, value in tensors] if any(key in own for key, _ in node.items) else []
+    return [(str(key), value) for key, value in gone if key in own]
 
 
 class _Globs:

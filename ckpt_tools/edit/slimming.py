@@ -16,7 +16,7 @@ from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange, nodes, visit
 from ckpt_tools.tree.modules import is_module, module_state_dict
 from ckpt_tools.tree.names import MODULE
-from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Object, Storage, Where, contiguous_stride
+from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Storage, Where, contiguous_stride
 from ckpt_tools.tree.visit import walk
 from ckpt_tools.values.numeric import part, row_major, view_of
 
@@ -25,11 +25,7 @@ from ckpt_tools.values.numeric import part, row_major, view_of
 
 def modules_as_state_dicts(root: Node) -> Node:
     """Exchange pickled modules for their state dicts; what else is an object is left for `plain.drop_unknown`."""
-
-    def swap(node: Node) -> Node:
-        return module_state_dict(node) if type(node) is Object and is_module(node) else node
-
-    return exchange.replace(root, swap)
+    return exchange.replace(root, lambda node: module_state_dict(node) if is_module(node) else node)
 
 
 def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
@@ -136,16 +132,15 @@ def averaged(root: Node) -> tuple[Node, Where]:
             fix="Where they have another name: `select=WHERE`.",
         )
     if len(found) > 1:
-        wheres = [dotted(where) for where, _ in found]
+        wheres = [dotted(where) for _, where in found]
         raise ConvertError(
             f"There are averaged weights in {len(found)} places: {', '.join(map(repr, wheres[:8]))}.",
             why="Which of them is meant is not clear.", fix=f"Choose: `select={wheres[0]!r}`.",
         )  # fmt: skip
-    where, node = found[0]
-    return node, where
+    return found[0]
 
 
-def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
+def _candidates(root: Node) -> Iterator[tuple[Dict, Where]]:
     """Every state dict of averaged weights; one inside another counts once."""
     taken: set[Where] = set()
     swapped = type(root) is Dict and "state_dict" in root and (  # which has the averages then, with the trained ones beside it
@@ -166,7 +161,7 @@ def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
         else:
             continue
         taken.add(where)
-        yield where, made
+        yield made, where
 
 
 def _is_mmengines(root: Dict) -> bool:
@@ -248,22 +243,17 @@ def _without_dots(state_dict: StateDict, prefix: str, dot: str) -> dict[str, lis
 # --- storages cut down to what their tensors use: a view holds on to its whole storage, and torch.save writes all of it
 
 
-@dataclass(frozen=True, slots=True)
-class Compacted:
-    storages: int = 0
-    saved: int = 0
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Piece:
     """The bytes [start, end) of a storage, and the entries that view them."""
 
     start: int
     end: int
-    entries: tuple[Entry, ...]
+    entries: list[Entry]
 
 
-def compact(root: Node, *, verify: bool = False) -> tuple[Node, Compacted]:
+def compact(root: Node, *, verify: bool = False) -> tuple[Node, int, int]:
+    """Returns the root, of how many storages less is kept, and how many bytes less."""
     views: dict[int, list[Entry]] = {}
     pinned: set[int] = set()
     for node in visit.reachable(root):
@@ -282,10 +272,9 @@ def compact(root: Node, *, verify: bool = False) -> tuple[Node, Compacted]:
             kept = {id(entry.storage): entry.storage.nbytes for entry in made.values()}
             moved.update(made)
             count, saved = count + 1, saved + storage.nbytes - sum(kept.values())
-    if not moved:
-        return root, Compacted()
-    root = exchange.replace(root, lambda node: moved.get(id(node), node) if type(node) is Entry else node)
-    return root, Compacted(count, saved)
+    if moved:
+        root = exchange.replace(root, lambda node: moved.get(id(node), node) if type(node) is Entry else node)
+    return root, count, saved
 
 
 def _cut(storage: Storage, entries: list[Entry], verify: bool) -> Iterator[tuple[int, Entry]]:
@@ -326,7 +315,8 @@ def _pieces(entries: list[Entry]) -> list[_Piece]:
     for (start, end), entry in sorted(zip(spans, entries, strict=True), key=lambda row: row[0]):
         last = pieces[-1] if pieces else None
         if last is not None and (start < last.end or start == end):
-            pieces[-1] = _Piece(last.start, max(last.end, end), (*last.entries, entry))
+            last.end = max(last.end, end)
+            last.entries.append(entry)
         else:
-            pieces.append(_Piece(start, end, (entry,)))
+            pieces.append(_Piece(start, end, [entry]))
     return pieces

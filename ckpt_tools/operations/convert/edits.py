@@ -279,8 +279,7 @@ class Edits:
         root, gone = slimming.slim(root)
         self.account.leave_at(before, (where for where, _ in gone))
         report.dropped += [(dotted(where), what) for where, what in gone]
-        root, done = slimming.compact(root, verify=self.kind != "pth" and not self.options.no_verify)
-        report.compacted, report.saved = done.storages, done.saved
+        root, report.compacted, report.saved = slimming.compact(root, verify=self.kind != "pth" and not self.options.no_verify)
         return root
 
 
