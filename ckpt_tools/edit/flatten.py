@@ -111,10 +111,10 @@ def _parts(root: Node, state_dict: StateDict, outside: Sequence[Where]) -> list[
     optimizers = [where for where, _ in find_optimizers(root) if where]
     parts = []
     for where in outside:
-        whole = [optimizer for optimizer in optimizers if where[: len(optimizer)] == optimizer]
+        whole = next((optimizer for optimizer in optimizers if where[: len(optimizer)] == optimizer), None)
         shared = sum(1 for _ in takewhile(lambda steps: steps[0] == steps[1], zip(where, state_dict.where, strict=False)))
-        parts.append(dotted(whole[0] if whole else where[: shared + 1]))
-    return list(dict.fromkeys(part for part in parts if part))
+        parts.append(dotted(whole or where[: shared + 1]))
+    return list(dict.fromkeys(filter(None, parts)))
 
 
 def _drops(paths: Sequence[str]) -> str:
@@ -159,7 +159,7 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
 
 
 def _separate(state_dict: StateDict, flat: Flat) -> None:
-    own = {**flat.tensors, **{name: flat.tensors[row["of"]] for name, row in flat.aliases.items()}}
+    own = flat.tensors | {name: flat.tensors[row["of"]] for name, row in flat.aliases.items()}
     flat.tensors = {name: own[name] for name in state_dict.names}
     names = list(flat.aliases)
     said = "1 tied name is a tensor of its own" if len(names) == 1 else f"{len(names)} tied names are tensors of their own"
@@ -218,6 +218,11 @@ def _value(where: Where, node: Node, texts: _Json, flat: Flat) -> None:
         flat.metadata[key] = text
 
 
+_JSON_LIMIT = MAX_HEADER // 4
+_JSON_NODE = 50  # characters that are charged for a value, so that time is bounded too
+_SCALARS = frozenset((type(None), bool, int, float, str))
+
+
 class _Json:
     """Plain nodes as JSON text, until they come to more than a header may hold: a shared value is written out each time."""
 
@@ -242,18 +247,11 @@ class _Json:
             if len(found) < len(node.items):  # 1 and "1"
                 raise TypeError
             return found
-        if type(node) is List or type(node) is tuple:
+        if type(node) in (List, tuple):
             return [self._plain(item, depth + 1) for item in items]
-        if node is None or type(node) in (str, int, float, bool):
+        if type(node) in _SCALARS:
             return node
         raise TypeError
-
-
-_JSON_LIMIT = MAX_HEADER // 4
-_JSON_NODE = 50  # characters that are charged for a value, so that time is bounded too
-
-
-_SCALARS = frozenset((type(None), bool, int, float, str))
 
 
 def _state_dict_metadata(node: Dict, flat: Flat) -> None:

@@ -16,7 +16,7 @@ from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange, nodes, visit
 from ckpt_tools.tree.modules import is_module, module_state_dict
 from ckpt_tools.tree.names import MODULE
-from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Storage, Where, contiguous_stride
+from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Pair, Storage, Where, contiguous_stride
 from ckpt_tools.tree.visit import walk
 from ckpt_tools.values.numeric import part, row_major, view_of
 
@@ -48,7 +48,7 @@ def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
     if type(root) is not Dict or id(root) not in kept:
         for node in reversed([node for _, node in walk(root, stop=is_tensor)]):  # without what is empty now, from the inside
             if type(node) is Dict:
-                node.items[:] = [(key, value) for key, value in node.items if not _is_empty(value)]
+                node.items[:] = [pair for pair in node.items if not _is_empty(pair[1])]
             elif type(node) is List:
                 node.items[:] = [value for value in node.items if not _is_empty(value)]
     return root, gone
@@ -186,18 +186,14 @@ def _averaging(names: Sequence[str]) -> str:
 def _as_plain_model(state_dict: StateDict) -> Dict:
     """The averaged tensors by the names of the model, without what averages them and without wrappers around all of them."""
     node, lead = state_dict.node, _averaging(state_dict.names)
-    names = [key for key, _ in node.items if type(key) is str and key.startswith(lead)]
-    renamed = {name: name[len(lead) :] for name in names}
+    renamed = {name: name[len(lead) :] for name in node.named if name.startswith(lead)}
     tensors = [renamed[name] for name in state_dict.names if name in renamed]
     while tensors and all(name.startswith(MODULE) for name in tensors):
         tensors = [name.removeprefix(MODULE) for name in tensors]
         renamed = {old: new.removeprefix(MODULE) for old, new in renamed.items()}
     if all(old == new for old, new in renamed.items()):
         return node
-    made = Dict(
-        [(renamed[key], value) for key, value in node.items if type(key) is str and key in renamed], ordered=node.ordered
-    )
-    made.attributes = node.attributes
+    made = _with(node, [(renamed[key], value) for key, value in node.items if type(key) is str and key in renamed])
     rename_metadata(made, renamed)
     return made
 
@@ -213,8 +209,7 @@ def _without_averages(state_dict: StateDict, prefix: str, dot: str) -> Dict:
     items, flat = state_dict.node.items, _without_dots(state_dict, prefix, dot)
     values: dict[Node, Node] = {}
     for key, value in state_dict.node.named.items():
-        short = key.removeprefix(prefix) if key.startswith(prefix) else None
-        if short is None or short in _COUNTERS:
+        if not key.startswith(prefix) or (short := key.removeprefix(prefix)) in _COUNTERS:
             continue
         whose = flat.get(short, flat.get(short.replace(".", dot), []))
         if len(whose) != 1:
@@ -225,8 +220,12 @@ def _without_averages(state_dict: StateDict, prefix: str, dot: str) -> Dict:
             )  # fmt: skip
         values[whose[0]] = value
     trained = [(name, value) for name, value in items if type(name) is not str or not name.startswith(prefix)]
-    made = Dict([(name, values.get(name, value)) for name, value in trained], ordered=state_dict.node.ordered)
-    made.attributes = state_dict.node.attributes
+    return _with(state_dict.node, [(name, values.get(name, value)) for name, value in trained])
+
+
+def _with(node: Dict, items: list[Pair]) -> Dict:
+    made = Dict(items, ordered=node.ordered)
+    made.attributes = node.attributes
     return made
 
 

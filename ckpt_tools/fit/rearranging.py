@@ -16,17 +16,17 @@ from ckpt_tools.fit.axes import Layout
 from ckpt_tools.io.content import CHUNK, Computed, Content, Literal, chunks
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.tree.nodes import Entry, Storage, contiguous_stride
+from ckpt_tools.tree.nodes import Entry, Storage, contiguous_stride, stored
 from ckpt_tools.values.boxes import assemble
-from ckpt_tools.values.numeric import View, by_position, gathered, is_by_position, part, row_major, torch_dtype
+from ckpt_tools.values.numeric import by_position, cut_along, is_by_position, part, row_major, torch_dtype
 from ckpt_tools.values.pytorch import need_torch, torch
 
 
 def rearranged(entry: Entry, layout: Layout, shape: Shape) -> Entry:
     """The same elements with their dimensions in another order."""
     view = _viewed(entry, layout)
-    sizes, steps = (tuple(field[dim] for dim in layout.order) for field in (view.sizes, view.steps))
-    return own(entry, gathered(row_major(entry), entry.dtype.itemsize, View(view.offset, sizes, steps)), shape)
+    sizes, steps = (tuple(field[dim] for dim in layout.order) for field in (view.shape, view.stride))
+    return own(entry, row_major(replace(view, shape=sizes, stride=steps)), shape)
 
 
 def reshaped(entry: Entry, shape: Shape) -> Entry:
@@ -38,14 +38,14 @@ def reshaped(entry: Entry, shape: Shape) -> Entry:
 
 def cut(entry: Entry, layout: Layout, shapes: Sequence[Shape]) -> Iterator[Entry]:
     """The parts of a tensor along one of its dimensions, from its start; each with a storage of its own."""
-    view, content = _viewed(entry, layout), row_major(entry)
+    view = _viewed(entry, layout)
     for start, size, shape in zip(_starts(layout.sizes), layout.sizes, shapes, strict=False):
-        yield own(entry, gathered(content, entry.dtype.itemsize, view.narrowed(layout.axis, start, size)), shape)
+        yield own(entry, row_major(cut_along(view, layout.axis, start, size)), shape)
 
 
-def _viewed(entry: Entry, layout: Layout) -> View:
+def _viewed(entry: Entry, layout: Layout) -> Entry:
     _check_whole_bytes(entry)
-    return View(0, layout.view, contiguous_stride(layout.view))
+    return stored(entry.storage.key, entry.dtype, layout.view, row_major(entry), entry.storage.device)
 
 
 def _check_whole_bytes(entry: Entry) -> None:

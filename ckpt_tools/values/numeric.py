@@ -5,8 +5,7 @@ from __future__ import annotations
 import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import (
@@ -24,7 +23,7 @@ from ckpt_tools.io.content import (
     read_into,
 )
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.tree.nodes import Entry, is_contiguous
+from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.pytorch import need_torch, torch
 
 # Elements that are worked on at once: fewer than torch shares among threads (at::internal::GRAIN_SIZE, 32768). They fit a
@@ -167,7 +166,7 @@ def row_major(entry: Entry) -> Content:
     item = entry.dtype.itemsize
     if not entry.nbytes or (entry.is_contiguous and not entry.lazy_bits):
         return part(entry.storage.content, entry.offset * item if entry.nbytes else 0, entry.nbytes)
-    content = gathered(entry.storage.content, item, View(entry.offset, entry.shape, entry.stride))
+    content = _gathered(entry)
     if not entry.lazy_bits:
         return content
     need_torch(GATHERING)
@@ -181,66 +180,52 @@ def row_major(entry: Entry) -> Content:
     return Computed(entry.nbytes, work, entry.storage.content)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """Elements of a run of bytes: for every dimension its size and how many elements lie between neighbours."""
-
-    offset: int
-    sizes: tuple[int, ...]
-    steps: tuple[int, ...]
-
-    @property
-    def span(self) -> int:
-        return 1 + sum((size - 1) * step for size, step in zip(self.sizes, self.steps, strict=True))
-
-    def narrowed(self, dim: int, first: int, size: int) -> View:
-        sizes = (*self.sizes[:dim], size, *self.sizes[dim + 1 :])
-        return View(self.offset + first * self.steps[dim], sizes, self.steps)
+def cut_along(entry: Entry, dim: int, first: int, size: int) -> Entry:
+    shape = (*entry.shape[:dim], size, *entry.shape[dim + 1 :])
+    return replace(entry, shape=shape, offset=entry.offset + first * entry.stride[dim])
 
 
 _GAP = 64 << 10  # bytes that are read along with what is wanted, in the place of another read
 _AT_ONCE = 4 * CHUNK  # bytes of a view without large gaps that are read at once, where the order of the file is the view's
 
 
-def gathered(content: Content, itemsize: int, view: View) -> Content:
-    """The bytes of a view on a content, row-major. A view without gaps stays a part of the content."""
-    count = prod(view.sizes)
-    if not count:
-        return Literal(b"")
-    if is_contiguous(view.sizes, view.steps):
-        return part(content, view.offset * itemsize, count * itemsize)
+def _gathered(entry: Entry) -> Content:
+    """The bytes of a view with elements, row-major. A view without gaps stays a part of the content."""
+    content, item = entry.storage.content, entry.dtype.itemsize
+    if entry.is_contiguous:
+        return part(content, entry.offset * item, entry.numel * item)
     need_torch(GATHERING)
-    sizes, steps = zip(*(pair for pair in zip(view.sizes, view.steps, strict=True) if pair[0] > 1), strict=True)
-    view = View(view.offset, sizes, steps)
+    dims = [dim for dim, size in enumerate(entry.shape) if size > 1]
+    shape, stride = (tuple(field[dim] for dim in dims) for field in (entry.shape, entry.stride))
+    view = replace(entry, shape=shape, stride=stride)
 
     def work() -> Iterator[memoryview]:
         source = by_position(content)
-        for piece in _pieces(view, itemsize):
-            data = bytearray(piece.span * itemsize)
-            read_into(part(source, piece.offset * itemsize, len(data)), memoryview(data))
-            values = torch.frombuffer(data, dtype=getattr(torch, _SAME_WIDTH[itemsize]))
-            yield from map(tensor_bytes, blocks(values.as_strided(piece.sizes, piece.steps)))
+        for piece in _pieces(view):
+            data = bytearray(piece.span * item)
+            read_into(part(source, piece.offset * item, len(data)), memoryview(data))
+            values = torch.frombuffer(data, dtype=getattr(torch, _SAME_WIDTH[item]))
+            yield from map(tensor_bytes, blocks(values.as_strided(piece.shape, piece.stride)))
 
     def some(start: int, length: int) -> Content:
         """A range: the rows that it touches, gathered, without what is too much at both ends."""
-        row = count // view.sizes[0] * itemsize
+        row = view.numel // shape[0] * item
         first, last = start // row, max(start // row, (start + length - 1) // row)
-        rows = gathered(content, itemsize, view.narrowed(0, first, last - first + 1))
-        return trimmed(rows, start - first * row, length)
+        return trimmed(_gathered(cut_along(view, 0, first, last - first + 1)), start - first * row, length)
 
-    return Computed(count * itemsize, work, content, part=some if is_by_position(content) else None)
+    return Computed(view.numel * item, work, content, part=some if is_by_position(content) else None)
 
 
-def _pieces(view: View, itemsize: int) -> Iterator[View]:
+def _pieces(view: Entry) -> Iterator[Entry]:
     """A view in parts, one behind the other, each read at once; one part alone where its first dimension is an inner one."""
-    dim = next((dim for dim, size in enumerate(view.sizes) if size > 1), 0)
-    limit = (_AT_ONCE if view.span <= 4 * prod(view.sizes) else _GAP) // itemsize
-    if view.span <= limit or view.steps[dim] < max(view.steps[dim:]):
+    dim = next((dim for dim, size in enumerate(view.shape) if size > 1), 0)
+    limit = (_AT_ONCE if view.span <= 4 * view.numel else _GAP) // view.dtype.itemsize
+    if view.span <= limit or view.stride[dim] < max(view.stride[dim:]):
         yield view
         return
-    rows = max(1, (limit - view.narrowed(dim, 0, 1).span) // view.steps[dim])
-    for first in range(0, view.sizes[dim], rows):
-        yield from _pieces(view.narrowed(dim, first, min(rows, view.sizes[dim] - first)), itemsize)
+    rows = max(1, (limit - cut_along(view, dim, 0, 1).span) // view.stride[dim])
+    for first in range(0, view.shape[dim], rows):
+        yield from _pieces(cut_along(view, dim, first, min(rows, view.shape[dim] - first)))
 
 
 def by_position(content: Content) -> Content:
