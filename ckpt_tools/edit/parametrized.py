@@ -16,7 +16,7 @@ from ckpt_tools.text import some
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Dict, Entry, Node, stored
 from ckpt_tools.tree.parametrized import Parametrized, parametrized, part_of, spectral_dims
-from ckpt_tools.values.numeric import as_bytes, has_numbers, one_thread, row_major, torch_dtype, view_of
+from ckpt_tools.values.numeric import as_bytes, exact, has_numbers, one_thread, row_major, view_of
 from ckpt_tools.values.pytorch import need_torch, torch
 
 _CLEAR = 2  # times that vectors are nearer to one dimension's than to another's, where shapes do not tell which has the rows
@@ -117,9 +117,8 @@ def _folded(weight: Parametrized, parts: Mapping[str, Entry], key: str) -> Entry
 
 
 def _load(entry: Entry) -> torch.Tensor:
-    data = bytearray(read(row_major(entry)))
-    values = torch.frombuffer(data, dtype=torch_dtype(entry.dtype)) if data else torch.empty(0, dtype=torch_dtype(entry.dtype))
-    return values.reshape(entry.shape).to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+    values = exact(bytearray(read(row_major(entry))), entry.dtype).reshape(entry.shape)
+    return values.to(torch.float64 if entry.dtype.name == "float64" else torch.float32)
 
 
 def _weight_norm(norm: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

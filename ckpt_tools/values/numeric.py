@@ -289,16 +289,22 @@ def has_numbers(dtype: DType) -> bool:
 def numbers(content: Content, dtype: DType, *, as_floats: bool = True) -> Iterator[torch.Tensor]:
     """The values of a content as float64 (complex128 for complex ones), `ELEMENTS` at a time."""
     for block in equal_chunks(content, ELEMENTS * dtype.itemsize // dtype.packed):
-        yield (_numbers if as_floats else exact)(bytearray(block), dtype)
+        yield exact(bytearray(block), dtype, as_floats=as_floats)
 
 
-def exact(data: bytearray, dtype: DType) -> torch.Tensor:
+def exact(data: bytearray, dtype: DType, *, as_floats: bool = False) -> torch.Tensor:
     """The values of some bytes: integers and booleans as they are, floats as float64, complex ones as complex128."""
     if not data:
         return torch.empty(0, dtype=torch.float64)
-    if dtype.family == "bool":
-        return torch.frombuffer(data, dtype=torch.uint8) != 0
-    return torch.frombuffer(data, dtype=torch_dtype(dtype)) if dtype.family == "int" else _numbers(data, dtype)
+    if dtype.family == "complex":  # by their halves: torch has few kernels for complex32, and warns
+        halves = torch.frombuffer(data, dtype=getattr(torch, HALVES[dtype.name])).to(torch.float64)
+        return torch.view_as_complex(halves.reshape(-1, 2))
+    if dtype.packed == 2:
+        raw = torch.frombuffer(data, dtype=torch.uint8).to(torch.int64)
+        return torch.tensor(E2M1, dtype=torch.float64)[torch.stack((raw & 15, raw >> 4), dim=1).reshape(-1)]
+    is_bool = dtype.family == "bool"
+    values = torch.frombuffer(data, dtype=torch.uint8) != 0 if is_bool else torch.frombuffer(data, dtype=torch_dtype(dtype))
+    return values.to(torch.float64) if as_floats or dtype.family == "float" else values
 
 
 @contextmanager
@@ -310,18 +316,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _numbers(data: bytearray, dtype: DType) -> torch.Tensor:
-    if dtype.family == "complex":  # by their halves: torch has few kernels for complex32, and warns
-        halves = torch.frombuffer(data, dtype=getattr(torch, HALVES[dtype.name])).to(torch.float64)
-        return torch.view_as_complex(halves.reshape(-1, 2))
-    if dtype.family == "bool":
-        return (torch.frombuffer(data, dtype=torch.uint8) != 0).to(torch.float64)
-    if dtype.packed == 2:
-        raw = torch.frombuffer(data, dtype=torch.uint8).to(torch.int64)
-        return torch.tensor(E2M1, dtype=torch.float64)[torch.stack((raw & 15, raw >> 4), dim=1).reshape(-1)]
-    return torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch.float64)
 
 
 def as_bytes(values: torch.Tensor, dtype: DType, count: CastCount | None = None) -> memoryview:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -24,15 +24,12 @@ from ckpt_tools.parts.open import open_checkpoint, open_source
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.nodes import Entry, stored
 from ckpt_tools.values.low_rank import Matrix
-from ckpt_tools.values.numeric import row_major
+from ckpt_tools.values.numeric import exact, row_major
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 _HEADER = "lora_adapter_metadata"  # diffusers' text in a safetensors header: the configurations of all components
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
-_SCALARS = {
-    "float64": "<d", "float32": "<f", "bfloat16": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h",
-    "uint8": "<B",
-}  # fmt: skip
+_SCALARS = (*_DTYPES, "int64", "int32", "int16", "uint8")
 _Roles = dict[str, tuple[str, Entry]]
 
 
@@ -282,10 +279,8 @@ def _scale(part: Part, roles: _Roles, config: Config, rank: int) -> float:
 
 
 def _scalar(name: str, entry: Entry) -> float:
-    """The value of a tensor of one number, read without torch."""
-    code, value = _SCALARS.get(entry.dtype.name), float("inf")
-    if entry.numel == 1 and code is not None:
-        (value,) = struct.unpack(code, (b"\0\0" if entry.dtype.name == "bfloat16" else b"") + read(row_major(entry)))
-    if not abs(value) < float("inf"):
+    readable = entry.numel == 1 and entry.dtype.name in _SCALARS
+    value = float(exact(bytearray(read(row_major(entry))), entry.dtype)) if readable else math.inf
+    if not math.isfinite(value):
         raise ConvertError(f"{name!r} is not one finite number, which alpha is.")
-    return float(value)
+    return value

@@ -267,6 +267,7 @@ class Merging:
     """The adapters that are merged into one state dict: planned one by one, then applied together."""
 
     def __init__(self, root: Node, node: Dict, path: str) -> None:
+        need_torch("`lora` adds an adapter to the weights with it.")
         self.root, self.node = root, node
         self.base = Base(dict(tensors_by_name(node)), path)
         self.weights: dict[tuple[int, str], _Weight] = {}
@@ -305,7 +306,6 @@ class Merging:
 
     def apply(self) -> Node:
         """Put what was planned into the tree; returns its root."""
-        need_torch("`lora` adds an adapter to the weights with it.")
         if (name := next((name for name in self.own if name in self.changed), None)) is not None:
             raise ConvertError(f"{self.changed[name]} changes {name!r}, which {self.own[name][0]} holds whole.")
         self._check_alone()
