@@ -44,7 +44,6 @@ class Account:
         self.leave_out(node for where, node in before if any(where[:end] in wheres for end in range(len(where) + 1)))
 
     def close(self, root: Node, dropped: Collection[str]) -> int:
-        """Compare with what is to be written."""
         if self.count is not None:
             if (count := count_tensors(root)) < self.count:  # arrays may have become tensors
                 raise ConvertError(

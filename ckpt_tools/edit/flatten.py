@@ -230,14 +230,12 @@ class _Json:
         self.left = _JSON_LIMIT
 
     def dump(self, node: Node) -> str | None:
-        """The text, or None for what JSON cannot say."""
         try:
             return json.dumps(self._plain(node, 0))
         except (TypeError, ValueError):
             return None
 
     def _plain(self, node: Node, depth: int) -> Any:
-        """A plain node as JSON data; TypeError for what JSON cannot say."""
         items = node.items if type(node) is List else node if type(node) is tuple else ()
         self.left -= len(node) if type(node) is str else _JSON_NODE
         if depth > 50 or self.left < len(items) * _JSON_NODE or (type(node) is int and node.bit_length() > 4096):

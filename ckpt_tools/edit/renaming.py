@@ -46,7 +46,6 @@ def _is_name(key: str, value: Node) -> bool:
 
 
 def rename_metadata(node: Dict, renamed: Mapping[str, str]) -> None:
-    """Give the rows of a state dict's `_metadata` their new module paths."""
     if (metadata := node.metadata) is not None:
         rows = [(path, row) for path, row in metadata.items if type(path) is str]
         replace_metadata(node, metadata, list(move_metadata(renamed, rows, lambda: Dict([("version", 1)]))))

@@ -146,8 +146,6 @@ def _without(node: Dict | List, indices: set[int], own: set[str]) -> list[tuple[
 
 
 class _Globs:
-    """The globs of --keep and --drop, and which of them have matched nothing yet."""
-
     def __init__(self, keep: Sequence[str], drop: Sequence[str], used: Collection[str]) -> None:
         self.keep, self.drop = Globs(keep), Globs(drop)
         for glob in used:
@@ -168,7 +166,6 @@ class _Globs:
         return paths
 
     def _elements(self, where: Where, node: Node) -> dict[int, Where]:
-        """The elements of a list or tuple that --drop names exactly, by their paths."""
         prefix = dotted((*where, ""))
         wanted = {path for path in self.drop if path.startswith(prefix)}
         places = ((index, (*where, index)) for index, _ in enumerate(visit.children(node) if wanted else ()))

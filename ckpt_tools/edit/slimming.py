@@ -205,7 +205,6 @@ def has_mmcvs(names: Sequence[str]) -> bool:
 
 
 def _without_averages(state_dict: StateDict, prefix: str, dot: str) -> Dict:
-    """A state dict with its averaged tensors in place of the trained ones."""
     items, flat = state_dict.node.items, _without_dots(state_dict, prefix, dot)
     values: dict[Node, Node] = {}
     for key, value in state_dict.node.named.items():

@@ -19,8 +19,6 @@ Sizes = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """A box of a tensor: where it begins, how large it is, and its elements row-major."""
-
     offsets: Sizes
     sizes: Sizes
     content: Content

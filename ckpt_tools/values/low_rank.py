@@ -156,7 +156,6 @@ class _Layer:
         return made.to(self.base_dtype) if self.delta.narrow and self.magnitude is None else made
 
     def of_experts(self, start: int, count: int) -> torch.Tensor:
-        """The products of so many rows of the experts, one below the other."""
         delta, products = self.delta, []
         rank = delta.down.rows // delta.experts
         for expert, row, taken in runs(start, count, delta.down.columns if delta.turned else delta.up.rows):
@@ -284,7 +283,6 @@ def factors(base: Matrix, tuned: Matrix, rank: int, dtype: DType, *, turned: boo
 
 
 def _differences(base: Matrix, tuned: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
-    """Some rows of the difference at a time, as float64."""
     for (start, one), (_, other) in zip(row_blocks(base), row_blocks(tuned), strict=True):
         block = other.double() - one.double()
         if not block.isfinite().all():

@@ -28,8 +28,6 @@ def powers(exponents: torch.Tensor) -> torch.Tensor:
 
 
 class Numbers:
-    """The numbers of a content: little-endian elements of one dtype."""
-
     def __init__(self, content: Content, dtype: DType, *, exponents: bool = False) -> None:
         self.content, self.exponents = by_position(content), exponents or dtype.name == "float8_e8m0fnu"
         self.dtype = DTYPES["uint8"] if self.exponents else dtype
@@ -223,8 +221,6 @@ def nested(codes: Numbers, table: Numbers, scales: Numbers, block: int, offset: 
 
 
 def _repeated(scales: Scales, block: int) -> Scales:
-    """For each number the scale of its block."""
-
     def found(first: int, count: int) -> torch.Tensor:
         number = first // block
         return scales(number, -(-(first + count) // block) - number).repeat_interleave(block)[first - number * block :][:count]

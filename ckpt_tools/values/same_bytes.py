@@ -16,7 +16,6 @@ def same_bytes(left: Entry, right: Entry) -> bool:
 
 
 def _span(entry: Entry) -> Content:
-    """The part of its storage from an entry's first element to its last."""
     # a contiguous one by bytes: an element may be less than one
     length = entry.nbytes if entry.is_contiguous else entry.span * entry.dtype.itemsize
     return part(entry.storage.content, entry.offset * entry.dtype.itemsize if length else 0, length)

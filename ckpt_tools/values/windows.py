@@ -111,7 +111,6 @@ def texts(found: torch.Tensor, dtype: DType) -> list[str]:
 
 
 def _shortest(flat: torch.Tensor, dtype: DType) -> list[str]:
-    """The shortest text of each number that is rounded to the same number of the dtype."""
     known: list[float] = flat.tolist()
     made = [repr(one) for one in known]
     if dtype.name == "float64":

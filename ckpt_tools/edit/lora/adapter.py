@@ -251,7 +251,6 @@ def as_matrices(down: Entry, up: Entry) -> tuple[Entry, Entry] | None:
 
 
 def _laid_out(entry: Entry, order: Sequence[int], shape: tuple[int, ...]) -> Entry:
-    """A tensor with its dimensions in another order, as a matrix."""
     view = replace(entry, shape=tuple(entry.shape[at] for at in order), stride=tuple(entry.stride[at] for at in order))
     return stored(entry.storage.key, entry.dtype, shape, row_major(view), entry.storage.device)
 

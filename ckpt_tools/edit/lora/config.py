@@ -69,7 +69,6 @@ class Config:
         return list(dict.fromkeys(last for parent, _, last in ends if f".{module}".endswith(f".{parent}" if parent else "")))
 
     def saves(self, name: str) -> bool:
-        """Whether a tensor is of a module that the adapter holds whole."""
         return any(f".{module}." in f".{name}" for module in self.modules_to_save)
 
 

@@ -36,8 +36,6 @@ class Changed:
 
 
 class Extraction:
-    """What becomes of the tensors of a tuned model."""
-
     def __init__(self, base: Mapping[str, Node], tuned: Mapping[str, Node], only: Globs | None) -> None:
         self.base, self.tuned, self.unchanged = base, tuned, 0
         self.factored: dict[str, Changed] = {}

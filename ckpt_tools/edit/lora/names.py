@@ -136,7 +136,6 @@ def _is_stabilitys(paths: Collection[str]) -> bool:
 
 
 def _is_diffusers(paths: Collection[str]) -> bool:
-    """Whether every block down has two layers, and every block up three."""
     layers: dict[tuple[str, str], set[str]] = {}
     for path in paths:
         if found := re.match(r"(down|up)_blocks\.(\d{1,3})\.resnets\.(\d{1,3})\.", path):

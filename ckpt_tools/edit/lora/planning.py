@@ -128,7 +128,6 @@ class Planning:
         return way
 
     def targeted(self, path: str, module: str, chains: Mapping[str, Sequence[Change]]) -> list[Parameter]:
-        """The parameters of a module of the base that `target_parameters` names."""
         return [one for name in chains[path][0].parameters if (one := self.base.experts.find(module, name)) is not None]
 
     def add_parameters(self, changes: Sequence[Change], parameters: Sequence[Parameter]) -> None:
@@ -194,7 +193,6 @@ class Planning:
             report.biases += 1
 
     def add_whole(self, name: str, what: str, entry: Entry, scale: float) -> None:
-        """What is added as it is to a weight or a bias."""
         if name not in self.base.tensors:
             raise ConvertError(f"{self.given} has {what}, and {self.base.path} has no {name!r}.", why=_OTHER_MODEL)
         base = self.base.entry(name)
@@ -305,7 +303,6 @@ class Merging:
             raise ConvertError(f"{weight.own_by} and {given} were trained on different weights {name!r}, which both hold.")
 
     def apply(self) -> Node:
-        """Put what was planned into the tree; returns its root."""
         if (name := next((name for name in self.own if name in self.changed), None)) is not None:
             raise ConvertError(f"{self.changed[name]} changes {name!r}, which {self.own[name][0]} holds whole.")
         self._check_alone()
@@ -364,6 +361,5 @@ def _made(weight: _Weight, key: str) -> Entry:
 
 
 def _alone(like: Entry, key: str, content: Content, dtype: DType, shape: tuple[int, ...]) -> Entry:
-    """An entry like another, row-major on a storage of its own."""
     made = stored(key, dtype, shape, content, like.storage.device)
     return replace(made, requires_grad=like.requires_grad, kind=like.kind, extras=like.extras)

@@ -28,7 +28,6 @@ class Held:
         self.storages = {id(tensor): _storages(tensor.node) for tensor in self.tensors if type(tensor.node) is not Entry}
 
     def lost(self, root: Node) -> list[Where]:
-        """Where those were that the tree does not hold any more."""
         left = list(find_tensors(root))
         views = {view_of(tensor.node) for tensor in left if type(tensor.node) is Entry}
         wheres = {tensor.where for tensor in left}

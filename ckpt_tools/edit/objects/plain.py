@@ -100,7 +100,6 @@ def _elements(node: Object) -> tuple[Node, ...]:
 
 
 def _free_name(key: Node, taken: set[Hashable], numbers: dict[str, int]) -> str:
-    """The name of a key's class, with a number where that is taken."""
     name = key.decode("latin1") if type(key) is bytes else _name(key) if type(key) in (Object, Global) else "tuple"
     text = name
     while text in taken:

@@ -40,7 +40,6 @@ class Part:
         return Numbers(row_major(self.entry), DTYPES[dtype or self.dtype], exponents=exponents)
 
     def small(self) -> bytes:
-        """Its bytes, where it says something about others."""
         if self.entry.nbytes > _SMALL:
             raise ConvertError(f"{self.name!r} has {self.entry.nbytes} bytes.", why=f"Of its kind at most {_SMALL} are read.")
         return read(row_major(self.entry))

@@ -23,8 +23,8 @@ from ckpt_tools.io.writer import Advance
 from ckpt_tools.operations.check import digests, values
 from ckpt_tools.tree.nodes import Entry, Storage, Where
 from ckpt_tools.tree.visit import reachable
-from ckpt_tools.values.measures import ValueCount
 from ckpt_tools.values.numeric import row_major, view_of
+from ckpt_tools.values.statistics import ValueCount
 
 # --- one pass over a file: every byte is read once, in order, and handed to whoever counts, sums or hashes it
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ckpt_tools.formats.contents import StateDict
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.nodes import Entry, Where
-from ckpt_tools.values.measures import ValueCount
+from ckpt_tools.values.statistics import ValueCount
 
 HEADS = frozenset(("fc", "head", "heads", "classifier", "score", "lm_head", "logits", "linear", "output", "output_layer"))
 _FEWEST = 100

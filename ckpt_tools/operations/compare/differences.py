@@ -32,10 +32,10 @@ from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Dict, Entry, Where
 from ckpt_tools.tree.options import natural
-from ckpt_tools.values.measures import Gap
 from ckpt_tools.values.numeric import has_numbers, numbers, one_thread, row_major, view_of
 from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.same_bytes import same_bytes, same_unusual
+from ckpt_tools.values.statistics import Gap
 
 
 @natural
@@ -300,7 +300,7 @@ def _compare_tensor(pair: _Paired, *, measure: bool) -> tuple[TensorChange | Non
 def _gap(left: Entry, right: Entry | None) -> Gap:
     """How far two tensors are apart; without a right one, the same bytes, how long they are."""
     need_torch("How far numbers are apart is worked out with it.")
-    from ckpt_tools.values.measures import Gap
+    from ckpt_tools.values.statistics import Gap
 
     gap = Gap()
     with one_thread():

@@ -18,9 +18,9 @@ from ckpt_tools.text import Report, dotted
 from ckpt_tools.tree.globs import Globs, meant_by
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.tree.options import natural
-from ckpt_tools.values.measures import Moments, histogram
 from ckpt_tools.values.numeric import ELEMENTS, has_numbers, numbers, one_thread, row_major, view_of
 from ckpt_tools.values.pytorch import need_torch
+from ckpt_tools.values.statistics import Moments, histogram
 
 
 @dataclass(frozen=True, slots=True)
