@@ -37,7 +37,11 @@ class Changed:
 
 class Extraction:
     def __init__(self, base: Mapping[str, Node], tuned: Mapping[str, Node], only: Globs | None) -> None:
-        self.base, self.tuned, self.unchanged = base, tuned, 0
+        self.unchanged = 0
+        entries = ((name, base[name], tuned.get(name)) for name in base)
+        self.pairs = {
+            name: Changed(name, one, other) for name, one, other in entries if type(one) is Entry and type(other) is Entry
+        }
         self.factored: dict[str, Changed] = {}
         self.biases: dict[str, Changed] = {}
         self.saved: dict[str, list[Changed]] = {}
@@ -73,9 +77,7 @@ class Extraction:
         """The tensors that differ; of tied ones the first name, since a merge adds to all what it adds to one."""
         changed: dict[str, Changed] = {}
         seen: dict[object, tuple[str, Entry]] = {}
-        for name in self.base:
-            if (row := self._pair(name)) is None:
-                continue
+        for name, row in self.pairs.items():
             first, own = seen.setdefault(view_of(row.base), (name, row.tuned))
             if first == name and _same(row.base, row.tuned):
                 self.unchanged += 1
@@ -88,9 +90,8 @@ class Extraction:
                 )
         return changed
 
-    def _pair(self, name: str) -> Changed | None:
-        one, other = self.base.get(name), self.tuned.get(name)
-        return Changed(name, one, other) if type(one) is Entry and type(other) is Entry else None
+    def _pairs_of(self, module: str) -> list[Changed]:
+        return [self.pairs[name] for name in self.names[module] if name in self.pairs]
 
     def _hold(self, module: str, row: Changed, why: str) -> None:
         """Hold a module whole, where it is one that holds tensors alone; else a tensor of it is left."""
@@ -98,11 +99,11 @@ class Extraction:
             self.left.append(row)
         else:
             self.why.setdefault(module, why)
-            self.saved[module] = [row for row in map(self._pair, self.names[module]) if row is not None]
+            self.saved[module] = self._pairs_of(module)
 
     def _take_biases(self, modules: list[str]) -> None:
         """Changed biases of factored modules: PEFT's `lora_bias` is for all of them or none, so else those are held whole."""
-        rows = {module: self._pair(f"{module}.bias") for module in self.factored} if modules else {}
+        rows = {module: self.pairs.get(f"{module}.bias") for module in self.factored} if modules else {}
         if all(row is not None and row.base.shape == row.tuned.shape for row in rows.values()):
             self.biases = {module: row for module, row in rows.items() if row is not None}
         else:
@@ -122,7 +123,7 @@ class Extraction:
             self.factored.pop(module, None)
             self.biases.pop(module, None)
             self.why[module] = _ALIKE
-            self.saved[module] = [row for row in map(self._pair, self.names[module]) if row is not None]
+            self.saved[module] = self._pairs_of(module)
 
 
 def _same(one: Entry, other: Entry) -> bool:

@@ -22,7 +22,7 @@ from ckpt_tools.parts.open import open_source
 
 CONFIG = "config.json"
 OF_QUANTISED = frozenset(("quantize_config.json", "quant_config.json", "hf_quant_config.json"))  # GPTQ's, AWQ's, ModelOpt's
-# MLX's; transformers'; what compressed-tensors called it before
+# MLX's, which may have another meaning elsewhere; transformers'; what compressed-tensors called it before
 KEYS = ("quantization", "quantization_config", "compression_config")
 COMFY_LAYERS = "_quantization_metadata"
 
@@ -58,8 +58,11 @@ def read_config(checkpoint: Checkpoint) -> Config:
 def plain_config(source: Source) -> bytes | None:
     """A config.json without what it says of quantised weights; None where it says nothing."""
     content = _read(source)
-    if not _strip(content):
+    places = list(_places(content))
+    if not places:
         return None
+    for holder, key in places:
+        del holder[key]
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
 
 
@@ -70,13 +73,14 @@ def plain_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     return {key: text for key, text in metadata.items() if key not in gone and f'"{key}"' not in names}
 
 
-def _strip(content: Any) -> bool:
-    """Take it out, also of the configs of a model's parts; whether there was any."""
-    if not isinstance(content, dict):
-        return False
-    found = [content.pop(key) for key in KEYS if key in content and (key != KEYS[0] or _says(content, key))]
-    inner = [_strip(part) for part in content.values()]  # all of them
-    return bool(found) or any(inner)
+def _places(content: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where weights are described: dicts with a key in each, also in the configs of a model's parts."""
+    if isinstance(content, dict):
+        for key in KEYS:
+            if key in content and (key != KEYS[0] or (isinstance(content[key], dict) and "bits" in content[key])):
+                yield content, key
+        for inner in content.values():
+            yield from _places(inner)
 
 
 def _read(source: Source) -> Any:
@@ -103,7 +107,7 @@ def _beside(checkpoint: Checkpoint) -> Source | None:
 
 def config_of(content: Any) -> Config:
     """What the content of a config.json says; one that contradicts itself says nothing about that."""
-    found = next(_quantization(content), None)
+    found = next((holder[key] for holder, key in _places(content) if isinstance(holder[key], dict)), None)
     if found is None:
         return Config()
     weights = list(_weights(found))
@@ -118,19 +122,6 @@ def config_of(content: Any) -> Config:
         zeros_as_they_are=layout == "gptq_v2" if layout else None, variant=str(layout or version).lower(),
         mode=str(found.get("mode") or ""), layers=layers,
     )  # fmt: skip
-
-
-def _quantization(content: Any) -> Iterator[dict[str, Any]]:
-    """What stands under one of the keys; of a model of several parts in the part's own config."""
-    if isinstance(content, dict):
-        yield from (content[key] for key in KEYS if _says(content, key))
-        for inner in content.values():
-            yield from _quantization(inner) if isinstance(inner, dict) else ()
-
-
-def _says(content: dict[str, Any], key: str) -> bool:
-    """Whether weights are described under a key; the shortest of them may have another meaning."""
-    return isinstance(content.get(key), dict) and (key != KEYS[0] or "bits" in content[key])
 
 
 def _weights(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
