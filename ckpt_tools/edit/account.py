@@ -13,6 +13,7 @@ from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.contents import count_tensors, is_tensor
 from ckpt_tools.io.content import Range, made_of
 from ckpt_tools.text import dotted, listed
+from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import Entry, Node, Storage, Where
 from ckpt_tools.tree.visit import reachable, walk
 
@@ -119,8 +120,6 @@ class _Written:
 
 def _entries(node: Node) -> Iterator[Entry]:
     """An entry, or those of an unusual tensor; of one that has storages alone each as a run of bytes."""
-    from ckpt_tools.tree.dtypes import UINT8
-
     for below in [node] if type(node) is Entry else reachable(node):
         if type(below) is Entry:
             yield below

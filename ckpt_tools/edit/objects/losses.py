@@ -13,6 +13,7 @@ from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.modules import SAVED, attributes, hidden_names, is_module, mapping
 from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Object, Storage, Where
+from ckpt_tools.tree.quantised_modules import in_text, is_saved_by_code
 from ckpt_tools.tree.visit import reachable, walk
 from ckpt_tools.values.numeric import view_of
 
@@ -43,8 +44,8 @@ class Held:
 
 
 def _storages(node: Node) -> frozenset[int]:
-    found = {id(below.storage) for below in reachable(node) if type(below) is Entry}
-    return frozenset(found | {id(below) for below in reachable(node) if type(below) is Storage})
+    found = (below.storage if type(below) is Entry else below for below in reachable(node))
+    return frozenset(id(below) for below in found if type(below) is Storage)
 
 
 def model_parts(state_dict: StateDict) -> Iterator[tuple[str, Node]]:
@@ -63,8 +64,6 @@ def in_state_dicts(root: Node) -> Iterator[Tensor]:
 
 def outside_state(root: Node) -> set[int]:
     """The ids of the tensors that modules below `root` keep out of their state dicts, and make anew."""
-    from ckpt_tools.tree.quantised_modules import in_text, is_saved_by_code
-
     found: set[int] = set()
     for module, state in _modules(root):
         hidden, names = hidden_names(state), {name for name, _ in mapping(state.get("_parameters"))}
@@ -82,8 +81,6 @@ def _modules(root: Node) -> Iterator[tuple[Object, Dict]]:
 
 def packed_tensors(root: Node) -> list[Where]:
     """The tensors of modules that only their own code puts into a state dict: quantised layers pack their weights."""
-    from ckpt_tools.tree.quantised_modules import is_saved_by_code
-
     packed: set[int] = set()
     for module, state in _modules(root):
         packed |= {id(child) for _, child in mapping(state.get("_modules")) if type(child) is Object and not is_module(child)}
@@ -91,10 +88,8 @@ def packed_tensors(root: Node) -> list[Where]:
             packed |= {id(value) for name, value in state.items if name == SAVED or _is_script_object(value)}
     if not packed:
         return []
-    outer = [
-        (where, node) for where, node in walk(root, stop=lambda node: id(node) in packed, plain=False) if id(node) in packed
-    ]
-    return [(*where, *tensor.where) for where, node in outer for tensor in find_tensors(node)]
+    found = walk(root, stop=lambda node: id(node) in packed, plain=False)
+    return [(*where, *tensor.where) for where, node in found if id(node) in packed for tensor in find_tensors(node)]
 
 
 def _is_script_object(node: Node) -> bool:

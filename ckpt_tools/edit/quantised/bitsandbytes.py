@@ -95,9 +95,7 @@ def match_bnb_int8(name: str, roles: Roles) -> Quantised | None:
         if layout is not None and any(layout.small()):
             fix = "bitsandbytes below 0.45 turns it back on the GPU that it was made for."
             raise ConvertError(f"{weight.name!r} is in a tiled layout ({layout.name}), not in rows.", fix=fix)
-        rows, *others = weight.shape
-        grid, boxes = (rows, *(1 for _ in others)), (1, *others)
-        return Plain(weight.shape, per_box(weight, scale, None, weight.shape, grid, boxes, factor=_PER_127))
+        return Plain(weight.shape, per_box(weight, scale, None, weight.shape, (1, *weight.shape[1:]), factor=_PER_127))
 
     parts = (weight, scale, *([layout] if layout else []))
     return Quantised(name, "bnb int8", parts, weight.entry.numel, settle)

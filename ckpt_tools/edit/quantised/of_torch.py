@@ -55,12 +55,11 @@ def read_qtensor(key: str, node: Object, name: str) -> Quantised | None:
     codes = Part(key, replace(view, dtype=DTYPES[_CODES[view.dtype.name]], extras=None))
     shape = view.shape or (1,)
     axis = scheme[3] if len(scheme) == 4 else None
-    grid = tuple(size if place == axis else 1 for place, size in enumerate(shape))
     boxes = tuple(1 if place == axis else size for place, size in enumerate(shape))
     scale, zero = _part(key, "scale", scheme[1], "float64"), _part(key, "zero_point", scheme[2], "int64")
 
     def settle(_: object) -> Plain:
-        return Plain(view.shape, per_box(codes, scale, zero, shape, grid, boxes))
+        return Plain(view.shape, per_box(codes, scale, zero, shape, boxes))
 
     label = f"torch {view.dtype.name}, {'a scale a tensor' if axis is None else 'a scale a channel'}"
     return Quantised(name, label, (codes, scale, zero), view.numel, settle)

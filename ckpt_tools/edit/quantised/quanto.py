@@ -19,8 +19,8 @@ def match_quanto(name: str, roles: Roles) -> Quantised | None:
         return _match_packed(name, roles)
 
     def settle(config: Config) -> Plain:
-        grid, boxes = lay_out(codes, codes.shape, scale, config)
-        return Plain(codes.shape, per_box(codes, scale, None, codes.shape, grid, boxes))
+        _, boxes = lay_out(codes, codes.shape, scale, config)
+        return Plain(codes.shape, per_box(codes, scale, None, codes.shape, boxes))
 
     return Quantised(name, f"quanto {SHORT.get(codes.dtype, codes.dtype)}", (codes, scale), codes.entry.numel, settle)
 

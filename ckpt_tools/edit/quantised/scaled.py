@@ -30,19 +30,19 @@ def match_scaled(name: str, roles: Roles) -> Quantised | None:
 
     def settle(config: Config) -> Plain:
         shape = weight.shape or (1,)
-        grid, boxes = lay_out(weight, shape, scale, config)
+        _, boxes = lay_out(weight, shape, scale, config)
         if zero is not None and (zero.shape != scale.shape or zero.entry.dtype.family not in ("int", "float")):
             raise mismatch(scale, zero, "A zero point for each scale is wanted.")
-        return Plain(weight.shape, per_box(weight, scale, zero, shape, grid, boxes, exponents=exponents))
+        return Plain(weight.shape, per_box(weight, scale, zero, shape, boxes, exponents=exponents))
 
     return Quantised(name, label, parts, weight.entry.numel, settle)
 
 
 def per_box(
-    weight: Part, scale: Part, zero: Part | None, shape: Sizes, grid: Sizes, boxes: Sizes, *, exponents: bool = False,
-    factor: float = 1.0,
-) -> MakeRows:  # fmt: skip
-    """Codes with so many scales along every dimension, each for a box of elements."""
+    weight: Part, scale: Part, zero: Part | None, shape: Sizes, boxes: Sizes, *, exponents: bool = False, factor: float = 1.0
+) -> MakeRows:
+    """Codes with a scale for each box of so many elements along every dimension."""
+    grid = tuple(-(-size // max(box, 1)) for size, box in zip(shape, boxes, strict=True))
 
     def rows_of(part: Part) -> Rows:
         matrix = part.numbers(exponents=exponents and part is scale).rows(grid[-1])

@@ -105,5 +105,5 @@ def _plain(found: Roles, block: Any, own: DType | None) -> Plain:
     for part in (scale, *([zero] if zero else [])):
         if not fits or part.entry.numel != prod(grid):
             raise mismatch(codes, part, f"One for each block of {block} is wanted.")
-    make = per_box(codes, scale, zero, shape, grid, tuple(block))
+    make = per_box(codes, scale, zero, shape, tuple(block))
     return Plain(shape, (lambda: rounded(make(), own)) if own in _ROUNDED else make)
