@@ -54,14 +54,14 @@ def held(matrix: torch.Tensor) -> Rows:
     return lambda first, count: matrix[first : first + count].float()
 
 
-def repeated(inner: Rows, shape: Sequence[int], grid: Sequence[int], boxes: Sequence[int]) -> Rows:
+def repeated(inner: Rows, shape: Sequence[int], boxes: Sequence[int]) -> Rows:
     """A matrix whose rows each stand for a box of rows of a larger tensor."""
 
     def rows(first: int, count: int) -> torch.Tensor:
         left, index, step = torch.arange(first, first + count), torch.zeros(count, dtype=torch.int64), 1
-        for size, cells, box in zip(reversed(shape), reversed(grid), reversed(boxes), strict=True):
+        for size, box in zip(reversed(shape), reversed(boxes), strict=True):
             index += left % size // box * step
-            left, step = left // size, step * cells
+            left, step = left // size, step * -(-size // box)
         low, high = int(index[0]), int(index[-1])
         return inner(low, high - low + 1)[index - low]
 

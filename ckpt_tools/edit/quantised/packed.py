@@ -42,7 +42,7 @@ def _compressed_settle(parts: dict[str, Part], config: Config) -> Plain:
             raise ConvertError(f"{zero}: the zero points of {rows} x {cells} scales are wanted.")
 
     def spread(rows: Rows) -> Rows:
-        return repeated(rows, shape[:-1], grid[:-1], boxes[:-1])
+        return repeated(rows, shape[:-1], boxes[:-1])
 
     def make() -> Rows:
         zeros: Rows | None = None

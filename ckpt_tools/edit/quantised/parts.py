@@ -71,25 +71,21 @@ class Quantised:
     bias: tuple[str, Entry] | None = None  # which lies in the same object
 
 
-# How the name of a part ends: (what the plain name has in its place, the role). Endings that begin with a dot name a tensor of
-# the module that the weight is in, or of the weight itself.
-_ENDINGS = {
-    "_scale_inv": ("", "scale"), "_scale": ("", "scale"), ".scale_weight": (".weight", "scale"), ".scale": (".weight", "scale"),
-    "_scale_2": ("", "scale_2"), "_global_scale": ("", "global_scale"), "_zero_point": ("", "zero_point"),
-    "_packed": ("", "packed"), "_shape": ("", "shape"), "_g_idx": ("", "column_groups"),
-    ".absmax": ("", "absmax"), ".quant_map": ("", "quant_map"), ".nested_absmax": ("", "nested_absmax"),
-    ".nested_quant_map": ("", "nested_quant_map"), ".quant_state.bitsandbytes__nf4": ("", "nf4"),
-    ".quant_state.bitsandbytes__fp4": ("", "fp4"), ".SCB": (".weight", "SCB"), "_format": ("", "format"),
-    ".qweight": (".weight", "qweight"), ".qzeros": (".weight", "qzeros"), ".scales": (".weight", "scales"),
-    "._data": ("", "quanto"), "._data._data": ("", "quanto_packed"), "._scale": ("", "quanto_scale"),
-    "._shift": ("", "quanto_shift"), ".bias": (".weight", "bias"),
-    ".comfy_quant": (".weight", "comfy"), ".biases": (".weight", "biases"),
-    ".g_idx": (".weight", "g_idx"), "_blocks": ("", "blocks"), "_scales": ("", "block_scales"), ".blocks": ("", "blocks"),
-    ".input_scale": (".weight", "input"), ".scale_input": (".weight", "input"), ".input_zero_point": (".weight", "input"),
-    ".input_global_scale": (".weight", "input"),
+# How the name of a part ends, and its role: behind the name of the weight, and behind that of its module
+_OF_WEIGHT = {
+    "_scale_inv": "scale", "_scale": "scale", "_scale_2": "scale_2", "_global_scale": "global_scale",
+    "_zero_point": "zero_point", "_packed": "packed", "_shape": "shape", "_g_idx": "column_groups", ".absmax": "absmax",
+    ".quant_map": "quant_map", ".nested_absmax": "nested_absmax", ".nested_quant_map": "nested_quant_map",
+    ".quant_state.bitsandbytes__nf4": "nf4", ".quant_state.bitsandbytes__fp4": "fp4", "_format": "format", "._data": "quanto",
+    "._data._data": "quanto_packed", "._scale": "quanto_scale", "._shift": "quanto_shift", "_blocks": "blocks",
+    "_scales": "block_scales", ".blocks": "blocks",
 }  # fmt: skip
-_ENDING = re.compile(f"(.*?)({'|'.join(map(re.escape, sorted(_ENDINGS, key=len, reverse=True)))})", re.DOTALL)
-
+_OF_MODULE = {
+    ".scale_weight": "scale", ".scale": "scale", ".SCB": "SCB", ".qweight": "qweight", ".qzeros": "qzeros",
+    ".scales": "scales", ".bias": "bias", ".comfy_quant": "comfy", ".biases": "biases", ".g_idx": "g_idx",
+    ".input_scale": "input", ".scale_input": "input", ".input_zero_point": "input", ".input_global_scale": "input",
+}  # fmt: skip
+_ENDING = re.compile(f"(.*?)({'|'.join(map(re.escape, sorted((*_OF_WEIGHT, *_OF_MODULE), key=len, reverse=True)))})", re.DOTALL)
 _TORCHAO = re.compile(r"((?:.*\.)?)_(\w+?)_(act_\w+|qdata|scale|zero_point)", re.DOTALL)
 
 
@@ -112,8 +108,10 @@ def roles_of(name: str) -> Iterable[tuple[str, str]]:
     if match is None:
         return
     stem, ending = match.groups()  # without a stem the module is the root
-    replacement, role = _ENDINGS[ending]
-    yield f"{stem}{replacement}" if stem else replacement.removeprefix("."), role
+    if ending in _OF_WEIGHT:
+        yield stem, _OF_WEIGHT[ending]
+    else:
+        yield f"{stem}.weight" if stem else "weight", _OF_MODULE[ending]
     if ending == ".scales":  # of the tensor `mlp1_weight.blocks` too, as OpenAI names them
         yield stem, "block_scales"
 

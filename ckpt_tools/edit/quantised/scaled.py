@@ -42,11 +42,11 @@ def per_box(
     weight: Part, scale: Part, zero: Part | None, shape: Sizes, boxes: Sizes, *, exponents: bool = False, factor: float = 1.0
 ) -> MakeRows:
     """Codes with a scale for each box of so many elements along every dimension."""
-    grid = tuple(-(-size // max(box, 1)) for size, box in zip(shape, boxes, strict=True))
+    cells = -(-shape[-1] // max(boxes[-1], 1))
 
     def rows_of(part: Part) -> Rows:
-        matrix = part.numbers(exponents=exponents and part is scale).rows(grid[-1])
-        return repeated(matrix, shape[:-1], grid[:-1], boxes[:-1])
+        matrix = part.numbers(exponents=exponents and part is scale).rows(cells)
+        return repeated(matrix, shape[:-1], boxes[:-1])
 
     def make() -> Rows:
         zeros = None if zero is None else rows_of(zero)
