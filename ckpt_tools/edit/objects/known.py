@@ -11,21 +11,18 @@ from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Where
 
 PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 WITH_OUTER = "part of the object around it"  # what became of an object inside another
-# Kept as they are by default, beside what weights_only allows.
-_NAMES = frozenset((
-    "argparse.Namespace", "types.SimpleNamespace", "collections.defaultdict", "collections.deque", "builtins.set",
-    "builtins.frozenset", "builtins.list", "builtins.dict", "builtins.tuple", "builtins.int", "builtins.float",
-    "builtins.str", "builtins.bool", "builtins.bytes", "builtins.bytearray", "builtins.complex", "builtins.range",
-    "builtins.slice", "builtins.object", "numpy.core.multiarray.scalar", "numpy.core.multiarray._reconstruct",
-    "numpy.core.numeric._frombuffer", "numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct",
-    "numpy._core.numeric._frombuffer", "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta",
-    "datetime.timezone", "decimal.Decimal", "fractions.Fraction", "uuid.UUID",
-))  # fmt: skip
-_NUMPY_TYPES = frozenset((
-    "dtype", "ndarray", "generic", "bool", "bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
-    "uint64", "float16", "float32", "float64", "complex64", "complex128", "str_", "bytes_", "void", "object_",
-    "longlong", "ulonglong", "intc", "uintc", "longdouble", "clongdouble", "datetime64", "timedelta64",
-))  # fmt: skip
+# Modules, and what of them is kept as it is by default, beside what weights_only allows
+_ROWS = (
+    ("argparse", "Namespace"), ("types", "SimpleNamespace"), ("collections", "defaultdict deque"),
+    ("builtins", "set frozenset list dict tuple int float str bool bytes bytearray complex range slice object"),
+    ("numpy.core.multiarray numpy._core.multiarray", "scalar _reconstruct"),
+    ("numpy.core.numeric numpy._core.numeric", "_frombuffer"), ("datetime", "datetime date time timedelta timezone"),
+    ("decimal", "Decimal"), ("fractions", "Fraction"), ("uuid", "UUID"), ("pathlib pathlib._local", " ".join(PATHS)),
+    ("numpy", "dtype ndarray generic bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"),
+    ("numpy", "complex64 complex128 str_ bytes_ void object_ longlong ulonglong intc uintc longdouble clongdouble"),
+    ("numpy", "datetime64 timedelta64"),
+)  # fmt: skip
+_KNOWN = frozenset(f"{module}.{name}" for modules, names in _ROWS for module in modules.split() for name in names.split())
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -40,13 +37,8 @@ class ObjectFate:
 @lru_cache(maxsize=1024)
 def is_known(name: Global) -> bool:
     """Whether a global stands for plain data: what weights_only allows, NumPy scalars and arrays, Namespace, paths, dates."""
-    if name in ALLOWED or str(name) in _NAMES or is_newer_dtype(name):
-        return True
-    if name.module == "numpy":
-        return name.name in _NUMPY_TYPES
-    if name.module == "numpy.dtypes":
-        return name.name.endswith("DType")
-    return name.module in ("pathlib", "pathlib._local") and name.name in PATHS
+    is_dtype = name.module == "numpy.dtypes" and name.name.endswith("DType")
+    return name in ALLOWED or str(name) in _KNOWN or is_dtype or is_newer_dtype(name)
 
 
 def tensor_attributes(root: Node) -> dict[Where, Node]:
