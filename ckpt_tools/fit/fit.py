@@ -21,8 +21,7 @@ from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import between, module_paths
 from ckpt_tools.tree.nodes import Dict, Entry, Node, stored
 from ckpt_tools.tree.parametrized import is_part, part_of
-from ckpt_tools.values.numeric import row_major, view_of
-from ckpt_tools.values.same_bytes import same_content
+from ckpt_tools.values.numeric import row_major, same_content, view_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,9 +47,8 @@ from ckpt_tools.tree.nodes import PLAIN, Entry, List, Node, Object, Storage, Whe
 from ckpt_tools.tree.options import as_in, as_keywords, option, record
 from ckpt_tools.tree.output_names import Format, check_one_file, output_format
 from ckpt_tools.tree.visit import walk
-from ckpt_tools.values.numeric import CastCount, has_numbers, row_major, view_of
+from ckpt_tools.values.numeric import CastCount, has_numbers, row_major, same_bytes, same_unusual, view_of
 from ckpt_tools.values.pytorch import need_torch
-from ckpt_tools.values.same_bytes import same_bytes, same_unusual
 from ckpt_tools.values.statistics import largest, weighted_mean, widest
 
 COUNTER = "num_batches_tracked"

@@ -24,8 +24,7 @@ from ckpt_tools.text import listed, some
 from ckpt_tools.tree.exchange import DROP, Drop
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, List, Node, Pair
 from ckpt_tools.values.boxes import Sizes
-from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.same_bytes import same_bytes
+from ckpt_tools.values.numeric import row_major, same_bytes
 
 EXPERT = re.compile(r"(?P<layer>.*?)deepspeed_moe\.experts\.deepspeed_experts\.(?P<number>\d{1,6})\.(?P<rest>.*)")
 _STAGE_2, _STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"

@@ -24,8 +24,7 @@ from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.exchange import DROP, Drop
 from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
 from ckpt_tools.values.boxes import Sizes, assemble
-from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.same_bytes import same_bytes
+from ckpt_tools.values.numeric import row_major, same_bytes
 
 Rank: TypeAlias = int | str  # as messages name it: a number, a folder
 Held: TypeAlias = Sequence[tuple[Rank, Entry]]  # what each rank holds of one tensor, in their order

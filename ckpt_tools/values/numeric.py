@@ -23,7 +23,8 @@ from ckpt_tools.io.content import (
     read_into,
 )
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.tree.nodes import PLAIN, Entry, Global, Node, Object, Storage
+from ckpt_tools.tree.visit import reachable, walk
 from ckpt_tools.values.pytorch import need_torch, torch
 
 # Elements that are worked on at once: fewer than torch shares among threads (at::internal::GRAIN_SIZE, 32768). They fit a
@@ -269,6 +270,52 @@ def blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:
 def view_of(entry: Entry) -> tuple[int, str]:
     """What two entries have in common that are one and the same view."""
     return id(entry.storage), str((entry.dtype.name, entry.shape, entry.stride, entry.offset, *sorted(entry.lazy_bits)))
+
+
+# --- whether two tensors hold the same bytes, told by reading both side by side
+
+
+def same_bytes(left: Entry, right: Entry) -> bool:
+    """Whether two entries of one dtype and shape hold the same bytes, row-major."""
+    if (left.stride, left.lazy_bits) == (right.stride, right.lazy_bits) and same_content(_span(left), _span(right)):
+        return True
+    return same_content(row_major(left), row_major(right))
+
+
+def _span(entry: Entry) -> Content:
+    # a contiguous one by bytes: an element may be less than one
+    length = entry.nbytes if entry.is_contiguous else entry.span * entry.dtype.itemsize
+    return part(entry.storage.content, entry.offset * entry.dtype.itemsize if length else 0, length)
+
+
+def same_content(left: Content, right: Content) -> bool:
+    """Whether two contents are the same bytes; reading stops at the first that are not."""
+    if left.length != right.length:
+        return False
+    return all(one == other for one, other in zip(equal_chunks(left), equal_chunks(right), strict=True))
+
+
+def same_unusual(left: Node, right: Node) -> bool:
+    """Whether two sparse, quantised or nested tensors are rebuilt from the same bytes with the same arguments."""
+    if type(left) is not Object or type(right) is not Object or _arguments(left) != _arguments(right):
+        return False
+    storages = [[node for node in reachable(tensor) if type(node) is Storage] for tensor in (left, right)]
+    if len(storages[0]) != len(storages[1]):
+        return False
+    return all(same_content(one.content, other.content) for one, other in zip(*storages, strict=True))
+
+
+def _arguments(root: Node) -> list[str]:
+    """Everything but the storages that a tensor is rebuilt from, as text."""
+    found = []
+    for where, node in walk(root):
+        if type(node) is Entry:
+            found.append(f"{where} {node.dtype.name} {node.shape} {node.stride} {node.offset}")
+        elif type(node) in PLAIN or type(node) is Global:
+            found.append(f"{where} {node!r}" if type(node) is not int or node.bit_length() < 64 else f"{where} int")
+        elif type(node) is Storage:
+            found.append(f"{where} {node.dtype.name if node.dtype else None} {node.nbytes}")
+    return found
 
 
 # --- values

@@ -28,8 +28,8 @@ from ckpt_tools.values.numeric import exact, row_major
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 _HEADER = "lora_adapter_metadata"  # diffusers' text in a safetensors header: the configurations of all components
-_DTYPES = ("float32", "float16", "bfloat16", "float64")
-_SCALARS = (*_DTYPES, "int64", "int32", "int16", "uint8")
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+_SCALARS = (*DTYPES, "int64", "int32", "int16", "uint8")
 _Roles = dict[str, tuple[str, Entry]]
 
 
@@ -118,7 +118,7 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
         _, roles = modules.setdefault((part.component, part.module, part.wrapped), (part, {}))
         if part.role in roles:
             raise ConvertError(f"{path} has two tensors for one part of {part.module!r}: {roles[part.role][0]!r} and {name!r}.")
-        if part.role not in ("alpha", "base") and (dtype := tensors[name].dtype.name) not in _DTYPES:
+        if part.role not in ("alpha", "base") and (dtype := tensors[name].dtype.name) not in DTYPES:
             raise ConvertError(f"{path}: {name!r} is {dtype}; an adapter is float32, float16, bfloat16 or float64.")
         roles[part.role] = name, tensors[name]
     grouped = {part.module for part, roles in modules.values() if "grouped_down" in roles}

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckpt_tools.edit.lora.adapter import DTYPES
 from ckpt_tools.edit.lora.shapes import is_embedding, is_oblong, last_name, turned_by_biases
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.text import listed
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Entry, Node
-from ckpt_tools.values.numeric import view_of
-from ckpt_tools.values.same_bytes import same_bytes
+from ckpt_tools.values.numeric import same_bytes, view_of
 
-_FLOATS = ("float32", "float16", "bfloat16", "float64")
 # Why a module is held whole
 _NO_MATRIX = "factors are for matrices and kernels of floats, of one shape in both models"
 _SQUARE = "it is square, and the file does not tell whether it is stored as [out, in] or [in, out]"
@@ -32,7 +31,7 @@ class Changed:
         shape = self.base.shape
         if self.name.rpartition(".")[2] != "weight" or shape != self.tuned.shape or not 2 <= len(shape) <= 5 or 0 in shape:
             return False
-        return (len(shape) == 2 or shape[1] != 1) and {self.base.dtype.name, self.tuned.dtype.name} <= set(_FLOATS)
+        return (len(shape) == 2 or shape[1] != 1) and {self.base.dtype.name, self.tuned.dtype.name} <= set(DTYPES)
 
 
 class Extraction:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from ckpt_tools.edit.lora.adapter import Change, Difference
+from ckpt_tools.edit.lora.adapter import DTYPES, Change, Difference
 from ckpt_tools.edit.lora.experts import Experts
 from ckpt_tools.edit.lora.names import in_other_layout
 from ckpt_tools.edit.lora.shapes import is_embedding, last_name, made_shape
@@ -16,7 +16,6 @@ from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry, Node
 from ckpt_tools.values.numeric import view_of
 
-DTYPES = ("float32", "float16", "bfloat16", "float64")
 IN_PROJ = "in_proj_weight"  # torch's MultiheadAttention's
 TIED = ("lm_head", "embed_out", "output", "output_layer", "embed_tokens", "shared", "wte")  # heads and embeddings
 # Beside a weight they say that it is quantised: bitsandbytes, fp8 with scales, compressed-tensors, GPTQ and AWQ

@@ -20,9 +20,8 @@ from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import Dict, Entry, Node, stored
 from ckpt_tools.values.low_rank import Addend, Delta, Matrix, merged, recast
-from ckpt_tools.values.numeric import row_major, view_of
+from ckpt_tools.values.numeric import row_major, same_content, view_of
 from ckpt_tools.values.pytorch import need_torch
-from ckpt_tools.values.same_bytes import same_content
 
 _TWICE = (0, 21)  # the last PEFT of which it is known; see `Planning.add`
 _OTHER_MODEL = "The adapter is for another model, or another size of it."

@@ -32,9 +32,8 @@ from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Dict, Entry, Where
 from ckpt_tools.tree.options import natural
-from ckpt_tools.values.numeric import has_numbers, numbers, one_thread, row_major, view_of
+from ckpt_tools.values.numeric import has_numbers, numbers, one_thread, row_major, same_bytes, same_unusual, view_of
 from ckpt_tools.values.pytorch import need_torch
-from ckpt_tools.values.same_bytes import same_bytes, same_unusual
 from ckpt_tools.values.statistics import Gap
 
 

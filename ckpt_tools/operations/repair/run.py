@@ -39,9 +39,8 @@ from ckpt_tools.tree.nodes import Entry, Global, Node, Object, Storage, Where
 from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import output_format
 from ckpt_tools.tree.visit import reachable
-from ckpt_tools.values.numeric import view_of
+from ckpt_tools.values.numeric import same_bytes, view_of
 from ckpt_tools.values.pytorch import need_torch
-from ckpt_tools.values.same_bytes import same_bytes
 
 Tensors: TypeAlias = dict[Where, Entry]
 
