@@ -84,7 +84,7 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     return both >> at % 32 & (1 << bits) - 1
 
 
-def packed(words: Numbers, bits: int, columns: int, width: int, offset: int = 0) -> Rows:
+def packed_along(words: Numbers, bits: int, columns: int, width: int, offset: int = 0) -> Rows:
     """A matrix packed along its rows into `width` words each."""
 
     def rows(first: int, count: int) -> torch.Tensor:
@@ -247,7 +247,7 @@ def multiplied(scales: Scales, whole: Numbers, *, divided: bool) -> Scales:
 
 def plain_content(make: MakeRows, shape: tuple[int, ...], target: DType, count: CastCount, of: tuple[Content, ...]) -> Computed:
     """The tensor's bytes, row-major, rounded once from float32."""
-    length, columns = prod(shape) * target.itemsize, as_matrix(shape)[1]
+    length, columns = prod(shape) * target.itemsize, shape[-1] if shape else 1
     row, step = columns * target.itemsize, max(1, ELEMENTS // max(1, columns))
 
     def work(start: int, size: int) -> Iterator[memoryview]:
@@ -266,7 +266,3 @@ def plain_content(make: MakeRows, shape: tuple[int, ...], target: DType, count: 
         return Computed(size, lambda: work(start, size), of, lambda at, part: cut(start + at, part))
 
     return cut(0, length)
-
-
-def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    return prod(shape[:-1]), shape[-1] if shape else 1

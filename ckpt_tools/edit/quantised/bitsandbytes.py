@@ -14,7 +14,7 @@ from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, misma
 from ckpt_tools.edit.quantised.scaled import per_box
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.tree.nodes import MAX_ELEMENTS
-from ckpt_tools.values.quantised import Rows, as_matrix, nested, nibbles
+from ckpt_tools.values.quantised import Rows, nested, nibbles
 
 # bitsandbytes multiplies by this in place of dividing by 127 (backends/default/ops.py, `int8_vectorwise_dequant`)
 _PER_127 = 7.874015718698502e-3
@@ -64,7 +64,7 @@ def _settle(parts: dict[str, Part], kind: str, _: Config) -> Plain:
     def make() -> Rows:
         numbers = scales.numbers()
         found = nested(numbers, outer_table.numbers(), outer.numbers(), outer_block, offset) if is_nested else numbers.floats
-        return nibbles(codes.numbers("uint8"), found, block, as_matrix(shape)[1], low_first=False, table=table)
+        return nibbles(codes.numbers("uint8"), found, block, shape[-1], low_first=False, table=table)
 
     return Plain(shape, make)
 

@@ -11,8 +11,6 @@ from ckpt_tools.errors import ConvertError
 from ckpt_tools.values.quantised import Rows, multiplied, nibbles, nibbles_turned, tiled
 
 _MX, _NV = 32, 16  # columns with one scale
-_BYTES = _MX // 2
-_DIMENSIONS = 4  # of the experts of one layer: expert, row, group, byte
 
 
 def match_fp4(name: str, roles: Roles) -> Quantised | None:
@@ -55,14 +53,14 @@ def match_mxfp4(name: str, roles: Roles) -> Quantised | None:
     blocks, scales = roles.get("blocks"), roles.get("block_scales")
     if blocks is None or scales is None or (blocks.dtype, scales.dtype) != ("uint8", "uint8"):
         return None
-    turned = blocks.name.endswith("_blocks") and len(blocks.shape) == _DIMENSIONS
+    turned = blocks.name.endswith("_blocks") and len(blocks.shape) == 4  # expert, row, group, byte
     label = "mxfp4, rows and columns exchanged" if turned else "mxfp4"
     return Quantised(name, label, (blocks, scales), 2 * blocks.entry.numel, lambda _: _settle(blocks, scales, turned=turned))
 
 
 def _settle(blocks: Part, scales: Part, *, turned: bool) -> Plain:
-    if len(blocks.shape) < 3 or blocks.shape[-1] != _BYTES or blocks.shape[:-1] != scales.shape:
-        raise mismatch(blocks, scales, f"{_BYTES} bytes have one scale.")
+    if len(blocks.shape) < 3 or 2 * blocks.shape[-1] != _MX or blocks.shape[:-1] != scales.shape:
+        raise mismatch(blocks, scales, f"{_MX // 2} bytes have one scale.")
     *outer, rows, groups, _ = blocks.shape
     columns = groups * _MX
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.values.quantised import Rows, nibbles, packed, scaled
+from ckpt_tools.values.quantised import Rows, nibbles, packed_along, scaled
 
 _WORD = 32  # bits
 _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
@@ -59,7 +59,7 @@ def _affine(weight: Part, scales: Part, biases: Part, config: Config) -> Plain:
     columns, cells = weight.shape[-1] * _WORD // bits, scales.shape[-1]
 
     def make() -> Rows:
-        codes = packed(weight.numbers("int32"), bits, columns, weight.shape[-1])
+        codes = packed_along(weight.numbers("int32"), bits, columns, weight.shape[-1])
         return scaled(codes, scales.numbers().rows(cells), columns, group, biases=biases.numbers().rows(cells))
 
     return Plain((*weight.shape[:-1], columns), make, f", {bits} bits")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import struct
+from math import prod
 
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
 from ckpt_tools.edit.quantised.scaled import lay_out
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.tree.nodes import MAX_ELEMENTS
-from ckpt_tools.values.quantised import Rows, as_matrix, packed_down, repeated, scaled
-from ckpt_tools.values.quantised import packed as unpacked_rows
+from ckpt_tools.values.quantised import Rows, packed_along, packed_down, repeated, scaled
 
 _WORD_BITS = 32
 
@@ -20,12 +20,10 @@ def match_packed(name: str, roles: Roles) -> Quantised | None:
     if packed is None or scale is None or packed.dtype != "int32" or "global_scale" in roles:
         return None
     found = {role: roles[role] for role in ("packed", "scale", "shape", "zero_point", "column_groups") if role in roles}
-    return Quantised(
-        name, "compressed-tensors packed", tuple(found.values()), None, lambda config: _compressed_settle(found, config)
-    )
+    return Quantised(name, "compressed-tensors packed", tuple(found.values()), None, lambda config: _settle(found, config))
 
 
-def _compressed_settle(parts: dict[str, Part], config: Config) -> Plain:
+def _settle(parts: dict[str, Part], config: Config) -> Plain:
     packed, scale, zero, groups = parts["packed"], parts["scale"], parts.get("zero_point"), parts.get("column_groups")
     shape = _shape(packed, parts.get("shape"))
     columns, words = shape[-1], packed.shape[-1]
@@ -38,8 +36,7 @@ def _compressed_settle(parts: dict[str, Part], config: Config) -> Plain:
         height = grid[-2] if len(grid) > 1 else 1
         down = (*grid[:-2], -(-height * bits // _WORD_BITS), grid[-1])  # packed along the rows of scales
         if (zero.dtype, zero.shape) not in (("int32", down), ("int8", grid)):
-            rows, cells = as_matrix(grid)
-            raise ConvertError(f"{zero}: the zero points of {rows} x {cells} scales are wanted.")
+            raise ConvertError(f"{zero}: the zero points of {prod(grid[:-1])} x {grid[-1]} scales are wanted.")
 
     def spread(rows: Rows) -> Rows:
         return repeated(rows, shape[:-1], boxes[:-1])
@@ -50,7 +47,7 @@ def _compressed_settle(parts: dict[str, Part], config: Config) -> Plain:
             zeros = spread(zero.numbers().rows(grid[-1]))
         elif zero is not None:
             zeros = spread(packed_down(zero.numbers(), bits, height, grid[-1], offset))
-        codes = unpacked_rows(packed.numbers(), bits, columns, words, offset)
+        codes = packed_along(packed.numbers(), bits, columns, words, offset)
         order = None if groups is None else groups.numbers()
         return scaled(codes, spread(scale.numbers().rows(grid[-1])), columns, boxes[-1], zeros, order, grid[-1])
 
