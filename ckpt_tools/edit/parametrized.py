@@ -34,9 +34,9 @@ def find(node: Dict) -> list[Parametrized]:
 
 
 def fold_all(root: Node) -> list[Parametrized]:
-    nodes = {id(state_dict.node): state_dict.node for state_dict in find_state_dicts(root)}
-    found = {key: find(node) for key, node in nodes.items()}
-    rows = [row for each in found.values() for row in each]
+    nodes = {id(state_dict.node): state_dict.node for state_dict in find_state_dicts(root)}.values()
+    found = [(node, find(node)) for node in nodes]
+    rows = [row for _, each in found for row in each]
     if not rows:
         raise NothingMatchedError(
             "There is no weight in parts.", why="`fold` looks for weight norm, spectral norm, pruning and orthogonal weights."
@@ -46,8 +46,8 @@ def fold_all(root: Node) -> list[Parametrized]:
         raise ConvertError(f"{unknown.name!r} is in parts by a parametrization that is not known: {parts}.",
                            fix="Fold it with its model: torch.nn.utils.parametrize.remove_parametrizations.")  # fmt: skip
     need_torch("`fold` works weights out with it.")
-    for key, each in found.items():
-        _fold(nodes[key], each)
+    for node, each in found:
+        _fold(node, each)
     return rows
 
 

@@ -32,7 +32,7 @@ _SETS = ("builtins.set", "builtins.frozenset")
 _SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
 _HASHABLE = ("builtins.complex", "torch.Size", "torch.device")
 _MAX_DEPTH = 100
-_BYTES_OF_PART, _COST_OF_PART = 16, 8  # each is made plain, compared and hashed
+_BYTES_OF_PART = 128  # each is made plain, compared and hashed
 
 
 class _Keys:
@@ -87,7 +87,7 @@ class _Keys:
     def tuple(self, node: tuple[Node, ...], depth: int) -> Node | Drop:
         if depth > _MAX_DEPTH:
             return DROP
-        self.parts += _COST_OF_PART * len(node)  # of a set in sets that each hold the next one twice there is no end
+        self.parts += len(node)  # of a set in sets that each hold the next one twice there is no end
         limits.MEMORY.check(self.parts * _BYTES_OF_PART, "The checkpoint has dict keys of more parts than any other.")
         parts = [self.key(part, depth + 1) for part in node]
         hashable = tuple(part for part in parts if part is not DROP)

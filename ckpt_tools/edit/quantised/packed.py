@@ -28,7 +28,8 @@ def _settle(parts: dict[str, Part], config: Config) -> Plain:
     shape = _shape(packed, parts.get("shape"))
     columns, words = shape[-1], packed.shape[-1]
     bits = _bits(packed, columns, words, config)
-    grid, boxes = lay_out(packed, shape, scale, config)
+    boxes = lay_out(packed, shape, scale, config)
+    grid = tuple(-(-max(size, 1) // max(box, 1)) for size, box in zip(shape, boxes, strict=True))
     offset = 1 << (bits - 1)
     if groups is not None and (groups.shape != (columns,) or groups.dtype != "int32"):
         raise mismatch(packed, groups, "The group of every column is wanted.")

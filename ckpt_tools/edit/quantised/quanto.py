@@ -19,8 +19,7 @@ def match_quanto(name: str, roles: Roles) -> Quantised | None:
         return _match_packed(name, roles)
 
     def settle(config: Config) -> Plain:
-        _, boxes = lay_out(codes, codes.shape, scale, config)
-        return Plain(codes.shape, per_box(codes, scale, None, codes.shape, boxes))
+        return Plain(codes.shape, per_box(codes, scale, None, codes.shape, lay_out(codes, codes.shape, scale, config)))
 
     return Quantised(name, f"quanto {SHORT.get(codes.dtype, codes.dtype)}", (codes, scale), codes.entry.numel, settle)
 

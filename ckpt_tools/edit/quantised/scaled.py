@@ -30,7 +30,7 @@ def match_scaled(name: str, roles: Roles) -> Quantised | None:
 
     def settle(config: Config) -> Plain:
         shape = weight.shape or (1,)
-        _, boxes = lay_out(weight, shape, scale, config)
+        boxes = lay_out(weight, shape, scale, config)
         if zero is not None and (zero.shape != scale.shape or zero.entry.dtype.family not in ("int", "float")):
             raise mismatch(scale, zero, "A zero point for each scale is wanted.")
         return Plain(weight.shape, per_box(weight, scale, zero, shape, boxes, exponents=exponents))
@@ -65,8 +65,8 @@ def granularity(shape: Sizes, scale: Sizes) -> str:
     return "a scale a block"
 
 
-def lay_out(weight: Part, shape: Sizes, scale: Part, config: Config) -> tuple[Sizes, Sizes]:
-    """How many scales there are along every dimension of the plain weight, and how many elements each is for."""
+def lay_out(weight: Part, shape: Sizes, scale: Part, config: Config) -> Sizes:
+    """How many elements of the plain weight a scale is for, along every dimension."""
     grid = _grid(weight, shape, scale)
     rows = grid[:-1] == shape[:-1] and prod(shape[:-1]) > 1  # groups of columns in each row
     said = (0,) * len(shape)
@@ -74,9 +74,7 @@ def lay_out(weight: Part, shape: Sizes, scale: Part, config: Config) -> tuple[Si
         said = (*said[1:], config.group)
     elif config.block and len(shape) > 1:
         said = (*said[2:], *config.block)
-    return grid, tuple(
-        _box(weight, scale, size, cells, one, even=rows) for size, cells, one in zip(shape, grid, said, strict=True)
-    )
+    return tuple(_box(weight, scale, size, cells, one, even=rows) for size, cells, one in zip(shape, grid, said, strict=True))
 
 
 def _grid(weight: Part, shape: Sizes, scale: Part) -> Sizes:
