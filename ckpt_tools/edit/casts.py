@@ -170,8 +170,13 @@ def parse_map_location(spec: str) -> Callable[[str], str]:
             if not has_values(device):
                 what = f"`map_location={spec!r}`: {device!r} is not a device."
                 raise UsageError(what, fix="For example: cpu, cuda:1, cuda:0=cpu.")
+        if (kind := (target or source).partition(":")[0]) in _NOT_RESTORED:
+            raise UsageError(
+                f"`map_location={spec!r}`: torch.load restores nothing to {kind}.", fix="For example: cpu, cuda:1."
+            )
+    pairs = [(_of_cpu(source), equals, _of_cpu(target)) for source, equals, target in pairs]
     if len(pairs) == 1 and not pairs[0][1]:
-        return lambda tag: spec.strip()
+        return lambda tag: pairs[0][0]
     if not all(equals for _, equals, _ in pairs):
         what = f"`map_location={spec!r}` mixes a single device with pairs."
         raise UsageError(what, fix="For example: cuda:0=cuda:1,cuda:7=cpu.")
@@ -179,6 +184,14 @@ def parse_map_location(spec: str) -> Callable[[str], str]:
     if len(table) != len(pairs):
         raise UsageError(f"`map_location={spec!r}` names a device twice.")
     return lambda tag: table.get(_full(tag), tag)
+
+
+# What torch names as a device, and no `torch.serialization.register_package` of torch or a backend brings anything to.
+_NOT_RESTORED = ("mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "ort", "lazy", "vulkan", "ipu")
+
+
+def _of_cpu(device: str) -> str:
+    return "cpu" if device.startswith("cpu:") else device
 
 
 def _full(device: str) -> str:

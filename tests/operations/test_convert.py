@@ -248,3 +248,14 @@ def test_a_prefix_without_its_dot(tmp_path: Path) -> None:
     assert "'net.'" in caught.value.fix
     notes = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", add_prefix="my").notes
     assert [note.code for note in notes] == ["no-dot"]
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "cuda:0=cpu:1"])
+def test_a_cpu_with_a_number_is_the_cpu(tmp_path: Path, device: str) -> None:
+    """torch.load knows no other tag of it; of devices that it restores nothing to it knows none."""
+    with tagged(lambda storage: "cuda:0"):
+        torch.save({"w": torch.ones(2)}, tmp_path / "in.pth")
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", map_location=device)
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["w"].tolist() == [1, 1]
+    with pytest.raises(UsageError, match="restores nothing to vulkan"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.pth", map_location="vulkan")
