@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import ChecksumError, NotACheckpointError, SignatureError, missing
+from ckpt_tools.errors import ChecksumError, CkptError, NotACheckpointError, SignatureError, missing
 from ckpt_tools.formats.base import unique
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
@@ -28,6 +28,7 @@ from ckpt_tools.operations.inspect import describe
 from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.operations.scan import Scanned, files_of, scan_files
 from ckpt_tools.parts.open import open_checkpoint
+from ckpt_tools.parts.training import is_state
 from ckpt_tools.text import Report, dotted, listed
 from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import check_document_name
@@ -173,7 +174,8 @@ class Verified(Report):
         signed: the name of what was signed. tensors: how many the signature covers. compared: which are equal, and which not.
         not_plain: the file, or each file of a folder, that is dangerous, needs code (other than torch's own of a distributed
             checkpoint) or could not be examined.
-        tensors_only: whether the tensors alone decide.
+        beside: of a folder the files that hold other tensors, which a program may take instead; training state apart.
+        tensors_only: whether the signed tensors alone decide.
     """
 
     path: str
@@ -183,6 +185,7 @@ class Verified(Report):
     tensors: int
     compared: Compared
     not_plain: list[Scanned]
+    beside: list[str]
     tensors_only: bool
 
     @property
@@ -191,7 +194,7 @@ class Verified(Report):
         return not (self.compared.different or self.compared.missing or self.compared.unexpected)
 
     def __bool__(self) -> bool:
-        return self.same_tensors and (self.tensors_only or not self.not_plain)
+        return self.same_tensors and (self.tensors_only or not (self.not_plain or self.beside))
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; `verified` is the verdict."""
@@ -263,9 +266,10 @@ def verify(
     name, signed = digests_in(payload, place)
     with collector_paused(), open_checkpoint(path) as checkpoint:
         not_plain = _not_plain(path, checkpoint)
+        beside = [file for file in _others(path, place, checkpoint) if _has_weights(file)]
         found = _digests(checkpoint, whole=False)
     compared = digests.compare(found, signed, place)
-    return Verified(os.fspath(path), place, keyid, name, len(signed), compared, not_plain, tensors_only)
+    return Verified(os.fspath(path), place, keyid, name, len(signed), compared, not_plain, beside, tensors_only)
 
 
 def _not_plain(path: str | os.PathLike[str], checkpoint: Checkpoint) -> list[Scanned]:
@@ -286,11 +290,26 @@ def _is_of_torch(safety: Safety) -> bool:
 
 def _not_signed(path: str | os.PathLike[str], signature: str, checkpoint: Checkpoint) -> NotSigned:
     described, not_plain = describe(checkpoint), _not_plain(path, checkpoint)
-    files: list[str] = []
-    if os.path.isdir(path):
-        signed = {file.path for file in checkpoint.files} | {Path(signature)}
-        files = [str(file) for file in files_of([path]) if Path(file) not in signed]
-    return NotSigned(list(described.values), list(described.metadata), files, not_plain)
+    return NotSigned(list(described.values), list(described.metadata), _others(path, signature, checkpoint), not_plain)
+
+
+def _others(path: str | os.PathLike[str], signature: str, checkpoint: Checkpoint) -> list[str]:
+    """The files of a folder that hold none of the checkpoint's tensors."""
+    own = {file.path for file in checkpoint.files} | {Path(signature)}
+    return [str(file) for file in files_of([path]) if Path(file) not in own] if os.path.isdir(path) else []
+
+
+def _has_weights(path: str) -> bool:
+    """Whether a file holds tensors, and is not a training's state; of one that cannot be read that is not known."""
+    if is_state(os.path.basename(path)):
+        return False
+    try:
+        with open_checkpoint(path) as checkpoint:
+            return bool(checkpoint.tensors)
+    except NotACheckpointError:
+        return False
+    except CkptError:
+        return True
 
 
 def _signature_of(path: str | os.PathLike[str]) -> str:

@@ -95,6 +95,8 @@ def print_verified(report: Verified, out: Page) -> None:
         if wheres:
             lines.append(f"{label:10} {listed([path_text(where) for where in wheres], _SHOWN_TENSORS)}")
     lines += [f"may run    {line}" for line in _not_plain(report.not_plain)]
+    if report.beside:
+        lines.append(f"beside     {listed(report.beside)}: other tensors, which are not signed")
     _print([*lines, "not signed everything else: settings, epochs, objects"], out)
 
 
@@ -103,7 +105,8 @@ def _verified(report: Verified) -> str:
         return "not what was signed"
     if report:
         return "its tensors are verified" if report.tensors_only else "verified"
-    return "not verified: its tensors are as signed, but it may run code"
+    why = "it may run code" if report.not_plain else "others that are not signed lie beside them"
+    return f"not verified: its tensors are as signed, but {why}"
 
 
 def _print(lines: list[str], out: Page) -> None:

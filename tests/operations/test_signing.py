@@ -308,6 +308,23 @@ def test_every_file_of_a_folder_counts(signed: tuple[Path, Path, Path]) -> None:
     assert ckpt_tools.verify(index, key=public, signature=signature)  # what it names, and no other file
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.fp16.safetensors", "adapter_model.safetensors", "weights"])
+def test_other_weights_beside_signed_shards(name: str, signed: tuple[Path, Path, Path]) -> None:
+    """A program may take those instead; the training's own state is no such file."""
+    path, public, signature = signed
+    folder = path.with_name("shards")
+    ckpt_tools.convert(path, folder, select="model", shard_size="5 KB")
+    torch.save({"exp_avg": torch.zeros(3)}, folder / "optimizer.pt")
+    (folder / "config.json").write_text("{}")
+    assert ckpt_tools.verify(folder, key=public, signature=signature)
+    suffix = "safetensors" if name.endswith("safetensors") else "pth"
+    ckpt_tools.convert(path, path.with_name(f"other.{suffix}"), select="model", overwrite=True)
+    path.with_name(f"other.{suffix}").rename(folder / name)
+    report = ckpt_tools.verify(folder, key=public, signature=signature)
+    assert (bool(report), report.same_tensors, [Path(found).name for found in report.beside]) == (False, True, [name])
+    assert ckpt_tools.verify(folder, key=public, signature=signature, tensors_only=True)
+
+
 def test_sign_says_what_it_does_not_cover(signed: tuple[Path, Path, Path]) -> None:
     """Plain values, objects, metadata and other files are named before the signature is written."""
     path = signed[0]
