@@ -245,7 +245,7 @@ def as_it_is(_name: str, value: Any) -> Any:
 
 _PATH = "str | os.PathLike[str]"
 _READERS: dict[str, Reader] = {
-    "bool": _flag, "int": _whole, "float": _number, "str": _said, "Format": _text, "str | int": _size,
+    "bool": _flag, "int": _whole, "float": _number, "str": _text, "Format": _text, "str | int": _size,
     "torch.dtype | str": _dtype,
     **dict.fromkeys(("str | Sequence[str]", "Sequence[str]", "Collection[str]"), _texts),
     _PATH: _path, f"{_PATH} | Sequence[{_PATH}]": _paths, "File": _file, "Sequence[File]": _files,
@@ -260,6 +260,8 @@ _READERS: dict[str, Reader] = {
 def reader(written: str, choices: Sequence[str] = ()) -> Reader:
     """How a value of a type is read; nothing else than None where None may be given."""
     plain = written.removesuffix(" | None")
+    if written == "str | None" and not choices:  # what may be left out is not given as an empty text
+        return lambda name, value: None if value is None else _said(name, value)
     read = functools.partial(_choice, choices) if choices else _READERS[plain]
     return read if plain == written else lambda name, value: None if value is None else read(name, value)
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import ckpt_tools
 from ckpt_tools import inspect
 from ckpt_tools.torch import load_state_dict
-from tests.cli.test_cli import ckpt
+from tests.support.terminal import run as ckpt
 
 STEPS = 1001  # which bfloat16 does not have
 

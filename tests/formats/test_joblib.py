@@ -12,7 +12,7 @@ import torch
 import ckpt_tools
 import ckpt_tools.torch
 from ckpt_tools.errors import CkptError
-from tests.cli.test_cli import ckpt
+from tests.support.terminal import run as ckpt
 
 joblib = pytest.importorskip("joblib", reason="the extra `train`")
 

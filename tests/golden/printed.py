@@ -6,7 +6,8 @@ from tests.golden.rows import groups, kept
 
 _COMMANDS = "convert|repair|inspect|check|scan|stats|diff|match|show"
 _PRINTED = re.compile(  # what comes first behind the command is an option or has a dot or a slash in it: it is no word of prose
-    rf"(?:^(?:2> )? *|: |  )(ckpt (?:{_COMMANDS}) (?:-|[^ ]*[./])\S.*?)(?:\.?$|; | \(| takes | lists |</| &&)"
+    rf"(?:^(?:2> )? *|: |  )(ckpt (?:{_COMMANDS}) (?:-|[^ ]*[./])\S.*?(?: --strip-prefix \S+)?)"
+    r"(?:\.?$|; | \(| takes | lists |</| &&)"
 )
 _STANDS_FOR = re.compile(r"\b[A-Z]{2,}\b|<here>|<port>|\.\.\.|[`|…]|\[")  # a word for a name, and what is cut
 _HELP = re.compile(r"--help|-h\b|explain|completion")

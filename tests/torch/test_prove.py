@@ -13,8 +13,9 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
-from tests.cli.test_cli import ROOT, ckpt
 from tests.support.proving import Image, RenamedText, Text, trained
+from tests.support.terminal import ROOT
+from tests.support.terminal import run as ckpt
 
 IMAGE, TEXT = "2x3x8x8", "2x8:50"
 

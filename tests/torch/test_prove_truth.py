@@ -15,7 +15,8 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools import Proved
 from ckpt_tools.errors import ConvertError
-from tests.cli.test_cli import ROOT, ckpt
+from tests.support.terminal import ROOT
+from tests.support.terminal import run as ckpt
 
 
 class Net(nn.Module):
