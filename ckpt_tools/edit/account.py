@@ -35,6 +35,10 @@ class Account:
         """The tensors of the one input, where no option may leave out or exchange any: their number is enough."""
         self.count = count_tensors(root)
 
+    @property
+    def had_tensors(self) -> bool:
+        return bool(self.count) or any(tensors for _, tensors in self.opened)
+
     def leave_out(self, nodes: Iterable[Node]) -> None:
         """Tensors that an option left out, or whose numbers were taken in already."""
         self.left.update((id(node), node) for node in nodes)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from math import prod
+from math import isfinite, prod
 
 from ckpt_tools.errors import MatchError
 from ckpt_tools.fit.axes import Layout
@@ -104,7 +104,9 @@ def _element(value: float, dtype: DType) -> bytes:
         return bytes(dtype.itemsize)
     need_torch("Padding with a number is made with it.")
     made = torch.tensor([value], dtype=torch.float64).to(torch_dtype(dtype))
-    if made.to(torch.float64).item() != value:
+    held = made if made.is_complex() else made.double()
+    is_rounded = dtype.family in ("float", "complex") and isfinite(value) and bool(held.isfinite())
+    if held.item() != value and not is_rounded:
         raise MatchError(f"{dtype.name} cannot hold the fill {value}.", fix="Give one that it can: `fill = 0`.")
     return bytes(made.view(torch.uint8).tolist())
 

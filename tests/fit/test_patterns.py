@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, MatchError, UsageError
+from ckpt_tools.errors import CkptError, MatchError, NothingMatchedError, UsageError
 from tests.support.samples import converted
 
 HEAD = 'format = "ckpt-plan-1"\npatterns = true\n'
@@ -282,3 +282,25 @@ def test_any_view_is_gathered(tmp_path: Path) -> None:
             plan += table(f"a{number}", f"b{number}", step="permute", axes=orders[1])
     made = planned(state, plan, tmp_path)
     assert all(torch.equal(made[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_fill_is_rounded_as_torch_rounds_it(tmp_path: Path) -> None:
+    """To the nearest number of a dtype of floats; one that it has nothing near, or no part of, is refused."""
+    text = HEAD + '[[tensor]]\nold = "a"\nnew = "b"\nstep = "pad"\naxis = 0\nsize = 4\nfill = 0.1\n'
+    (tmp_path / "p.toml").write_text(text)
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        torch.save({"a": torch.ones(2, dtype=dtype)}, tmp_path / "in.pth")
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / "p.toml", overwrite=True)
+        assert torch.equal(torch.load(tmp_path / "out.pth")["b"], torch.tensor([1, 1, 0.1, 0.1], dtype=dtype))
+    (tmp_path / "p.toml").write_text(text.replace("0.1", "1e9"))
+    torch.save({"a": torch.ones(2, dtype=torch.float16)}, tmp_path / "in.pth")
+    with pytest.raises(MatchError, match="cannot hold the fill"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / "p.toml", overwrite=True)
+
+
+def test_a_plan_that_drops_all_is_refused(tmp_path: Path) -> None:
+    """A file without tensors is not what anybody wants."""
+    (tmp_path / "p.toml").write_text(HEAD + 'drop = ["a"]\n')
+    torch.save({"a": torch.ones(2)}, tmp_path / "in.pth")
+    with pytest.raises(NothingMatchedError, match="No tensor would be left"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / "p.toml")

@@ -259,3 +259,12 @@ def test_a_cpu_with_a_number_is_the_cpu(tmp_path: Path, device: str) -> None:
     assert torch.load(tmp_path / "out.pth", weights_only=True)["w"].tolist() == [1, 1]
     with pytest.raises(UsageError, match="restores nothing to vulkan"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.pth", map_location="vulkan")
+
+
+def test_slim_leaves_nothing_of_what_is_dropped(tmp_path: Path) -> None:
+    """A view of a tensor that is dropped has a storage of its own size."""
+    secret = torch.full((1000,), 7.0)
+    torch.save({"secret": secret, "part": secret[:3]}, tmp_path / "in.pth")
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", drop="secret", slim=True)
+    part = torch.load(tmp_path / "out.pth")["part"]
+    assert (part.tolist(), part.untyped_storage().nbytes()) == ([7, 7, 7], 12)

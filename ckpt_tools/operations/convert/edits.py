@@ -107,8 +107,7 @@ class Edits:
 
             root, fates = arrays_as_tensors(root)  # it holds nothing else of them
             report.objects += fates
-        if options.keep or options.drop:
-            self._filter(root, used, report)
+        root = self._filtered(root, used, report)
         if checkpoint.byteorder != "little":
             from ckpt_tools.edit.casts import to_little_endian
 
@@ -126,8 +125,9 @@ class Edits:
         left_out = {path for path, _ in report.dropped}
         left_out |= {dotted(tuple(fate.where)) for fate in report.objects if fate.became == "dropped"}
         report.tensors = account.close(root, left_out)
-        if not report.tensors and (checkpoint.tensors or checkpoint.container in PROGRAMS):
-            frozen = not checkpoint.tensors
+        had_tensors = account.had_tensors or bool(checkpoint.tensors)
+        if not report.tensors and (had_tensors or checkpoint.container in PROGRAMS):
+            frozen = not had_tensors
             why = "The weights of a frozen program are constants of its code, and no state dict holds them." if frozen else ""
             raise NothingMatchedError("No tensor would be left.", why=why)
         if options.under is not None:
@@ -172,6 +172,16 @@ class Edits:
         gone = tie(only_state_dict(root, report.source), Config.beside(report.source, checkpoint.root))
         self.account.leave_out(node for _, _, node in gone)
         report.notes += [Note("tied", f"{name!r} is tied to {other!r}: they are equal.") for name, other, _ in gone]
+
+    def _filtered(self, root: Node, used: frozenset[str], report: Converted) -> Node:
+        """What --keep and --drop leave; with --slim on storages of its own size."""
+        if self.options.keep or self.options.drop:
+            self._filter(root, used, report)
+        if self.options.slim:
+            from ckpt_tools.edit.slimming import compact
+
+            root, report.compacted, report.saved = compact(root, verify=self.kind != "pth" and not self.options.no_verify)
+        return root
 
     def _filter(self, root: Node, used: frozenset[str], report: Converted) -> None:
         from ckpt_tools.edit.selection import filter_tensors
@@ -273,13 +283,12 @@ class Edits:
         return self._slimmed(root, report) if options.slim else root, done | used
 
     def _slimmed(self, root: Node, report: Converted) -> Node:
-        from ckpt_tools.edit import slimming
+        from ckpt_tools.edit.slimming import slim
 
         before = tensors_in(root)
-        root, gone = slimming.slim(root)
+        root, gone = slim(root)
         self.account.leave_at(before, (where for where, _ in gone))
         report.dropped += [(dotted(where), what) for where, what in gone]
-        root, report.compacted, report.saved = slimming.compact(root, verify=self.kind != "pth" and not self.options.no_verify)
         return root
 
 
