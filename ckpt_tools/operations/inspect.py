@@ -285,14 +285,26 @@ def _state_dicts(names: _Names, rows: list[dict[str, Any]]) -> list[dict[str, An
 
 
 def _values(root: Node) -> Iterator[tuple[str, Any]]:
-    """Plain values with their dotted paths; short lists whole. Optimizers and objects of unknown classes are left out."""
+    """Plain values with their dotted paths; short lists whole. Of optimizers the learning rates, of unknown classes none."""
     for where, node in walk(root, stop=_holds_no_values):
         if type(node) is Dict:
+            if is_optimizer(node):
+                yield from ((dotted((*where, *path)), value_text(rate)) for path, rate in _rates(node))
             continue
         value = as_value(node) if type(node) is Object else node
         plain_value = _is_row(node) or type(value) not in (List, tuple, Object, Global, Storage, Entry)
         if where and plain_value and not (type(node) is Object and value is None):
             yield dotted(where), value_text(value)
+
+
+def _rates(optimizer: Dict) -> Iterator[tuple[Where, Node]]:
+    """The learning rate of each group that has another than the one before it."""
+    groups, before = optimizer.get("param_groups"), None
+    for index, group in enumerate(groups.items if type(groups) is List else ()):
+        rate = group.get("lr") if type(group) is Dict else None
+        if type(rate) in (int, float) and rate != before:
+            before = rate
+            yield ("param_groups", index, "lr"), rate
 
 
 def _module_values(root: Node) -> Iterator[tuple[str, Any]]:

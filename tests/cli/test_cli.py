@@ -36,6 +36,14 @@ def test_pipes_get_no_colour_and_no_blanks(training_file: Path) -> None:
     assert "\x1b[3" not in shell("inspect", training_file, FORCE_COLOR="1", NO_COLOR="1").stdout
 
 
+def test_the_learning_rate_is_a_value(training_file: Path) -> None:
+    """Of the first group, and of each that has another than the one before; what else an optimizer holds is left out."""
+    values = json.loads(ckpt("inspect", "--json", training_file).stdout)["values"]
+    assert {name: value for name, value in values.items() if name.startswith("optimizer")} == {
+        "optimizer.param_groups.0.lr": 0.001
+    }
+
+
 # --- convert
 
 
