@@ -139,6 +139,8 @@ def extract_lora(sources: Sequence[File], target: File, options: ExtractOptions)
         checkpoints = [stack.enter_context(open_whole(path)) for path in paths]
         base, tuned = (_tensors(checkpoint, options.select) for checkpoint in checkpoints)
         fix = f"ckpt convert fits the names of one to the other: `like={report.base!r}`."
+        if tuned.keys() <= base.keys():
+            fix = f"ckpt convert TUNED OUT `fill_from={report.base!r}` gives it those."
         check_names((report.base, base), (report.tuned, tuned), fix)
         left = [leaving(Dict(list(side.items())), (), keeps=False) for side in (base, tuned)]
         adapter = _Adapter(base, _sorted(base, tuned, options, report), options, report)
