@@ -176,7 +176,7 @@ def read_arrow(text: str) -> tuple[Side, Side]:
     """Two sides with an arrow between them, of the same axes."""
     before, arrow, after = text.partition("->")
     if not arrow:
-        raise MatchError(f"{text[:80]!r} has no arrow: `axes` of a permute is 'a b -> b a'.")
+        raise MatchError(f"{text[:80]!r} has no arrow: 'axes' of a permute is 'a b -> b a'.")
     left, right = read_side(before.strip()), read_side(after.strip())
     if lone := set(left.axes) ^ set(right.axes):
         raise MatchError(f"{text!r} has {min(lone)!r} on one side only.")

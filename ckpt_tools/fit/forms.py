@@ -62,7 +62,7 @@ class Task:
         """A dimension by its number, from the end where it is negative; that of `axis` where none is given."""
         at = self.form.axis if at is None else at
         if isinstance(at, str):
-            raise self.error("`axis` is the number of a dimension here; a name needs `axes`, which a split or a concat has.")
+            raise self.error("'axis' is the number of a dimension here; a name needs 'axes', which a split or a concat has.")
         if not -count <= at < count:
             raise self.error(f"There is no dimension {at} among {count}.")
         return at % count
@@ -73,10 +73,10 @@ class Task:
         if axes is None:
             return Side(tuple((f"_{dim}",) for dim in range(len(shape)))), f"_{self.dim(len(shape))}"
         if not isinstance(axes, str) or "->" in axes:
-            raise self.error("`axes` names the dimensions of the whole here: '(groups part head) ...'.")
+            raise self.error("'axes' names the dimensions of the whole here: '(groups part head) ...'.")
         side = read_side(axes)
         if not isinstance(axis, str) or axis not in side.axes or names_in(axis) != {axis}:
-            raise self.error(f"`axis` must be one of the names in {axes!r}.")
+            raise self.error(f"'axis' must be one of the names in {axes!r}.")
         return side, axis
 
 
@@ -96,7 +96,7 @@ def _transpose(task: Task, shape: Shape) -> Solution:
 
 def _reshape(task: Task, shape: Shape) -> Solution:
     if task.form.to is None:
-        raise task.error("`to` is missing: the new shape.")
+        raise task.error("'to' is missing: the new shape.")
     sizes = [-1 if text == "-1" else task.size(text) for text in task.form.to]
     known = prod(size for size in sizes if size != -1)
     if sizes.count(-1) == 1 and known:
@@ -111,14 +111,14 @@ def _flatten(task: Task, shape: Shape) -> Solution:
         return Layout(shape), ((1,),)
     first, last = (task.dim(len(shape), at) for at in task.form.dims or (0, -1))
     if first > last:
-        raise task.error(f"`dims` are the first and the last dimension to flatten, not {first} and {last}.")
+        raise task.error(f"'dims' are the first and the last dimension to flatten, not {first} and {last}.")
     return Layout(shape), ((*shape[:first], prod(shape[first : last + 1]), *shape[last + 1 :]),)
 
 
 def _permute(task: Task, shape: Shape) -> Solution:
     axes = task.form.axes
     if axes is None:
-        raise task.error("`axes` is missing: 'a b -> b a', or the dimensions' numbers in their new order.")
+        raise task.error("'axes' is missing: 'a b -> b a', or the dimensions' numbers in their new order.")
     if not isinstance(axes, str):
         if sorted(axes) != list(range(len(shape))):
             raise task.error(f"{list(axes)} is not an order of the {len(shape)} dimensions of {list(shape)}.")
@@ -153,7 +153,7 @@ def _parts(task: Task, whole: int, given: list[int | None] | None) -> tuple[int,
             raise task.error(f"{whole} cannot be cut into {count} equal parts.")
         return (whole // count,) * count
     if len(given) != count:
-        raise task.error(f"`sizes` has {len(given)} sizes for {count} tensors.")
+        raise task.error(f"'sizes' has {len(given)} sizes for {count} tensors.")
     if given.count(None) > 1:
         names = {name for text in task.form.sizes or () for name in names_in(text) if name not in task.sizes}
         raise MissingSizesError(f"{task.label}: its sizes are not known.", names)
@@ -167,7 +167,7 @@ def _parts(task: Task, whole: int, given: list[int | None] | None) -> tuple[int,
 def _concat(task: Task, first: Shape) -> Solution:
     form, sizes, wholes = task.form, [], []
     if form.sizes is not None and len(form.sizes) != len(task.shapes):
-        raise task.error(f"`sizes` has {len(form.sizes)} sizes for {len(task.shapes)} tensors.")
+        raise task.error(f"'sizes' has {len(form.sizes)} sizes for {len(task.shapes)} tensors.")
     for number, shape in enumerate(task.shapes):
         side, axis = task.side(shape)
         wanted = None if form.sizes is None else size_of(form.sizes[number], task.sizes)
@@ -178,7 +178,7 @@ def _concat(task: Task, first: Shape) -> Solution:
         if wholes[0] != wholes[-1]:
             raise task.error(f"{list(first)} and {list(shape)} cannot be put together along {axis}.")
     if form.sizes is None and not task.uneven and len(set(sizes)) > 1:
-        raise task.error(f"Its parts differ ({', '.join(map(str, sizes))}): `sizes` must say so.")
+        raise task.error(f"Its parts differ ({', '.join(map(str, sizes))}): 'sizes' must say so.")
     made = replace(solved, sizes={**solved.sizes, axis: sum(sizes)}).shape(side)
     return solved.cut(side, axis, sizes), (made,)
 
@@ -204,7 +204,7 @@ def _unstack(task: Task, shape: Shape) -> Solution:
 def _resize(task: Task, shape: Shape, *, larger: bool) -> Solution:
     form, at = task.form, task.dim(len(shape))
     if form.size is None:
-        raise task.error("`size` is missing: the new size of the axis.")
+        raise task.error("'size' is missing: the new size of the axis.")
     if form.was is not None and (was := size_of(form.was, task.sizes)) not in (None, shape[at]):
         raise task.error(f"Its size is {shape[at]}, not {form.was} = {was}.")
     size, old = task.size(form.size), shape[at]

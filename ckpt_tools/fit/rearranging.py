@@ -107,7 +107,7 @@ def _element(value: float, dtype: DType) -> bytes:
     held = made if made.is_complex() else made.double()
     is_rounded = dtype.family in ("float", "complex") and isfinite(value) and bool(held.isfinite())
     if held.item() != value and not is_rounded:
-        raise MatchError(f"{dtype.name} cannot hold the fill {value}.", fix="Give one that it can: `fill = 0`.")
+        raise MatchError(f"{dtype.name} cannot hold the fill {value}.", fix="Give one that it can: fill = 0.")
     return bytes(made.view(torch.uint8).tolist())
 
 

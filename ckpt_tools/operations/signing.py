@@ -230,7 +230,7 @@ def sign(
         raise SignatureError(f"{path} has no tensors, and nothing else is signed.")
     if before is not None:
         before(not_signed)
-    text, keyid = seal(payload_of(found, os.path.basename(os.path.normpath(path))), key)
+    text, keyid = seal(payload_of(found, os.path.basename(_named(path))), key)
     write_document(target, text, overwrite=overwrite, inputs=(path, key))
     return Signed(os.fspath(path), target, keyid, len(found), not_signed)
 
@@ -313,7 +313,13 @@ def _has_weights(path: str) -> bool:
 
 
 def _signature_of(path: str | os.PathLike[str]) -> str:
-    return os.path.normpath(path) + SUFFIX
+    return _named(path) + SUFFIX
+
+
+def _named(path: str | os.PathLike[str]) -> str:
+    """A path that ends in a name: of `.` and `..` the folder's own."""
+    text = os.path.normpath(path)
+    return os.path.abspath(text) if os.path.basename(text) in (".", "..") else text
 
 
 def _digests(checkpoint: Checkpoint, *, whole: bool) -> list[Digest]:

@@ -308,6 +308,17 @@ def test_every_file_of_a_folder_counts(signed: tuple[Path, Path, Path]) -> None:
     assert ckpt_tools.verify(index, key=public, signature=signature)  # what it names, and no other file
 
 
+def test_the_current_folder_has_its_signature_beside_it(
+    signed: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the folder's name, not `..sig` in it."""
+    path, public, _ = signed
+    ckpt_tools.convert(path, path.with_name("shards"), select="model", shard_size="5 KB")
+    monkeypatch.chdir(path.with_name("shards"))
+    assert ckpt_tools.sign(".", key=public.with_suffix(".pem")).signature == str(path.with_name("shards.sig"))
+    assert ckpt_tools.verify(".", key=public)
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.fp16.safetensors", "adapter_model.safetensors", "weights"])
 def test_other_weights_beside_signed_shards(name: str, signed: tuple[Path, Path, Path]) -> None:
     """A program may take those instead; the training's own state is no such file."""
