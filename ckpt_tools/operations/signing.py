@@ -301,7 +301,7 @@ def _others(path: str | os.PathLike[str], signature: str, checkpoint: Checkpoint
 
 def _has_weights(path: str) -> bool:
     """Whether a file holds tensors, and is not a training's state; of one that cannot be read that is not known."""
-    if is_state(os.path.basename(path)):
+    if any(map(is_state, Path(path).parts[-2:])):  # accelerate has folders of it
         return False
     try:
         with open_checkpoint(path) as checkpoint:

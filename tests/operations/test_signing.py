@@ -325,7 +325,9 @@ def test_other_weights_beside_signed_shards(name: str, signed: tuple[Path, Path,
     path, public, signature = signed
     folder = path.with_name("shards")
     ckpt_tools.convert(path, folder, select="model", shard_size="5 KB")
-    torch.save({"exp_avg": torch.zeros(3)}, folder / "optimizer.pt")
+    (folder / "optimizer_0").mkdir()
+    for state in ("optimizer.pt", "optimizer_0/0.pth"):
+        torch.save({"exp_avg": torch.zeros(3)}, folder / state)
     (folder / "config.json").write_text("{}")
     assert ckpt_tools.verify(folder, key=public, signature=signature)
     suffix = "safetensors" if name.endswith("safetensors") else "pth"
