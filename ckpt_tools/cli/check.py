@@ -29,6 +29,7 @@ from ckpt_tools.render.findings import of_checked, print_in_form
 from ckpt_tools.render.text import show
 from ckpt_tools.render.wording import found_in
 from ckpt_tools.text import listed, printable
+from ckpt_tools.tree.output_names import check_document
 
 _JOBS = 4
 _SEVERITIES = {"problem": ("problem",), "warning": ("problem", "warning"), "note": ("problem", "warning", "info")}
@@ -92,7 +93,9 @@ def check(
         return
     if output is not None and not digest:
         raise click.UsageError("--output needs --digest.")
-    expanded = expand(paths) if output is None else _only(paths, output)
+    expanded = expand(paths) if output is None else _only(paths)
+    if output is not None:
+        check_document(output, "digests", ".digest", expanded.checkpoints)
     wanted = Wanted(values, digest, None if against is None else load_digests(against), frozenset(ignore), device)
     jobs = jobs or min(_JOBS, os.cpu_count() or 1)
     with show_progress(quiet=quiet or (form != "text" and sys.stdout.isatty())) as progress:
@@ -113,12 +116,10 @@ def check(
     sys.exit(3 if any(report.container is None for report in reports) else int(fails))
 
 
-def _only(paths: tuple[Path, ...], output: Path) -> Expanded:
+def _only(paths: tuple[Path, ...]) -> Expanded:
     """The one checkpoint whose digests go into a file: a folder that is one counts alone, whatever lies beside its shards."""
     from ckpt_tools.parts.families import find_layout
-    from ckpt_tools.tree.output_names import check_document_name
 
-    check_document_name(output, "digests", ".digest")
     local = [path for path in paths if not isinstance(path, Handed) and not is_address(path)]
     if len(paths) == len(local) == 1 and os.path.isdir(paths[0]) and find_layout(paths[0]) is not None:
         return Expanded(list(paths), {})

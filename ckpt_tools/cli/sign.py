@@ -57,8 +57,8 @@ def verify(path: Path, key: Path, signature: Path | None, tensors_only: bool, qu
     ckpt verify model.pth --key key.pub
     ckpt verify model.safetensors --key key.pub --signature model.pth.sig
 
-    Exit code: 0 all tensors are as signed and FILE is safe, 1 they are not or it may run code, 2 usage, 3 refused: the
-    signature is not from this key, or a file cannot be read.
+    Exit code: 0 all tensors are as signed and FILE is safe, 1 they are not, it may run code, or a folder holds other weights
+    too, 2 usage, 3 refused: the signature is not from this key, or a file cannot be read.
     """
     from ckpt_tools.operations.signing import verify as verify_checkpoint
 

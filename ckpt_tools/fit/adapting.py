@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 from ckpt_tools.fit.initialisers import Blank, Scheme, draw
@@ -49,7 +49,7 @@ def overlap(entry: Entry, blank: Blank, kept: Shape, scheme: Scheme | None, seed
 _POSITIONS = re.compile(r"(.*_)?pos(ition|itional)?(_.*)?")  # pos_embed, position_embeddings; not post, decompose
 
 
-def adapt(name: str, entry: Entry, shape: Shape, *, first: bool, patches: Collection[int]) -> Adapted | None:
+def adapt(name: str, entry: Entry, shape: Shape, *, first: bool, patches: Set[int]) -> Adapted | None:
     """A tensor in another shape by the rule for its layer, or None where there is no rule.
 
     `patches`: how many channels the model's convolutions give. Where none has a table's width, as one that makes patches of an
@@ -63,7 +63,7 @@ def adapt(name: str, entry: Entry, shape: Shape, *, first: bool, patches: Collec
         return _input_channels(entry, shape)
     *_, module, leaf = ("", *name.split("."))
     is_table = _POSITIONS.fullmatch(leaf) or (leaf == "weight" and _POSITIONS.fullmatch(module))
-    return _positions(entry, shape, is_image=old[-1:] != () and old[-1] in patches) if is_table else None
+    return _positions(entry, shape, is_image=not patches.isdisjoint(old[-1:])) if is_table else None
 
 
 def is_convolution(shape: Shape) -> bool:

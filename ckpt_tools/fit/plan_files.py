@@ -24,7 +24,7 @@ from ckpt_tools.io.source import open_regular
 from ckpt_tools.io.writer import write_document
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import did_you_mean, printable
-from ckpt_tools.tree.output_names import check_document_name
+from ckpt_tools.tree.output_names import check_document
 
 # --- steps that differ in one number alone, as one
 
@@ -152,8 +152,8 @@ _LISTS = (
 
 def write_plan(plan: Plan, path: str | os.PathLike[str], *, overwrite: bool, inputs: Sequence[object]) -> None:
     """Write a plan: the whole new file, or nothing."""
-    check_document_name(path, "a plan", ".toml")
-    write_document(path, "".join(line + "\n" for line in _lines(plan)), overwrite=overwrite, inputs=inputs)
+    check_document(path, "a plan", ".toml", inputs)
+    write_document(path, "".join(line + "\n" for line in _lines(plan)), overwrite=overwrite)
 
 
 def _lines(plan: Plan) -> Iterator[str]:

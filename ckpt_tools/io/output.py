@@ -119,16 +119,6 @@ def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
         return target
 
 
-def refuse_input(path: str | os.PathLike[str], inputs: Sequence[object]) -> None:
-    """Raise where an output is one of the files that it is made from, under whatever name."""
-    for given in inputs:
-        is_input = False
-        with contextlib.suppress(OSError, ValueError, TypeError):  # an address, a callable, a file that is not there
-            is_input = os.path.samefile(cast("str", given), path)
-        if is_input:
-            raise UsageError(f"{path} is an input, which is never replaced here.", fix="Give the output another name.")
-
-
 def check_writable(path: str | os.PathLike[str], folder: Path) -> None:
     what = f"{path} cannot be written."
     if not folder.is_dir():

@@ -14,7 +14,7 @@ from typing import Self, TypeAlias
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.io.content import CHUNK, Checksum, Content, Joined, Late, Literal, Piece, Range, chunks, total
-from ckpt_tools.io.output import Output, free_bytes, no_space, output_error, output_errors, refuse_input, replacing, reserve
+from ckpt_tools.io.output import Output, free_bytes, no_space, output_error, output_errors, replacing, reserve
 from ckpt_tools.io.source import Source
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -106,9 +106,8 @@ def advancing(progress: Progress | None, size: int) -> Advance:
     return advance
 
 
-def write_document(path: str | os.PathLike[str], text: str, *, overwrite: bool, inputs: Sequence[object]) -> None:
-    """Write a text beside the files that it is about, whole or not at all; never in the place of one of them."""
-    refuse_input(path, inputs)
+def write_document(path: str | os.PathLike[str], text: str, *, overwrite: bool) -> None:
+    """Write a text, whole or not at all."""
     with replacing(path, overwrite=overwrite) as output:
         write([Piece(Literal(text.encode()))], output)
 

@@ -25,7 +25,7 @@ from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.content import Content, Piece, total
 from ckpt_tools.io.content import Literal as Bytes
-from ckpt_tools.io.output import check_folder, refuse_input, replacing_folder
+from ckpt_tools.io.output import check_folder, replacing_folder
 from ckpt_tools.io.source import File, as_path
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.compare.sides import check_names
@@ -37,6 +37,7 @@ from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict, stored
 from ckpt_tools.tree.options import as_in, as_keywords, option, record, several
+from ckpt_tools.tree.output_names import refuse_input
 from ckpt_tools.values.low_rank import Factors, Matrix, difference, difference_norm, factors
 from ckpt_tools.values.numeric import row_major
 from ckpt_tools.values.pytorch import need_torch

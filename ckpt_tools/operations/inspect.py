@@ -288,8 +288,7 @@ def _values(root: Node) -> Iterator[tuple[str, Any]]:
     """Plain values with their dotted paths; short lists whole. Of optimizers the learning rates, of unknown classes none."""
     for where, node in walk(root, stop=_holds_no_values):
         if type(node) is Dict:
-            if is_optimizer(node):
-                yield from ((dotted((*where, *path)), value_text(rate)) for path, rate in _rates(node))
+            yield from ((dotted((*where, *path)), value_text(rate)) for path, rate in _rates(node))
             continue
         value = as_value(node) if type(node) is Object else node
         plain_value = _is_row(node) or type(value) not in (List, tuple, Object, Global, Storage, Entry)
@@ -297,10 +296,10 @@ def _values(root: Node) -> Iterator[tuple[str, Any]]:
             yield dotted(where), value_text(value)
 
 
-def _rates(optimizer: Dict) -> Iterator[tuple[Where, Node]]:
-    """The learning rate of each group that has another than the one before it."""
-    groups, before = optimizer.get("param_groups"), None
-    for index, group in enumerate(groups.items if type(groups) is List else ()):
+def _rates(node: Dict) -> Iterator[tuple[Where, Node]]:
+    """Of an optimizer the learning rate of each group that has another than the one before it."""
+    groups, before = node.get("param_groups"), None
+    for index, group in enumerate(groups.items if type(groups) is List and is_optimizer(node) else ()):
         rate = group.get("lr") if type(group) is Dict else None
         if type(rate) in (int, float) and rate != before:
             before = rate

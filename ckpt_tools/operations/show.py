@@ -198,12 +198,11 @@ def _write(
 ) -> None:  # fmt: skip
     from ckpt_tools.formats.numpy_files import lay_out
     from ckpt_tools.io.content import total
-    from ckpt_tools.io.output import check_space, refuse_input, replacing
+    from ckpt_tools.io.output import check_space, replacing
     from ckpt_tools.io.writer import write
-    from ckpt_tools.tree.output_names import check_document_name
+    from ckpt_tools.tree.output_names import check_document
 
-    check_document_name(output, "an array", ".npy")
-    refuse_input(output, (report.path,))
+    check_document(output, "an array", ".npy", (report.path,))
     box = windows.narrowed(entry, axes)
     check_effort([box])
     content, dtype, shape = windows.as_array(box)

@@ -17,7 +17,6 @@ from ckpt_tools.errors import ChecksumError, CkptError, NotACheckpointError, Sig
 from ckpt_tools.formats.base import unique
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.io.output import refuse_input
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.source import is_there, open_regular
 from ckpt_tools.io.writer import write_document
@@ -31,7 +30,7 @@ from ckpt_tools.parts.open import open_checkpoint
 from ckpt_tools.parts.training import is_state
 from ckpt_tools.text import Report, dotted, listed
 from ckpt_tools.tree.options import natural
-from ckpt_tools.tree.output_names import check_document_name
+from ckpt_tools.tree.output_names import check_document
 
 # --- dSSE envelopes and Ed25519 keys
 
@@ -221,8 +220,7 @@ def sign(
         OutputError: the signature exists, or cannot be written. CkptError: the checkpoint cannot be read, or is damaged.
     """
     target = _signature_of(path) if output is None else os.fspath(output)
-    check_document_name(target, "a signature", SUFFIX)
-    refuse_input(target, (path, key))
+    check_document(target, "a signature", SUFFIX, (path, key))
     with collector_paused(), open_checkpoint(path) as checkpoint:
         not_signed = _not_signed(path, target, checkpoint)
         found = _digests(checkpoint, whole=True)
@@ -231,7 +229,7 @@ def sign(
     if before is not None:
         before(not_signed)
     text, keyid = seal(payload_of(found, os.path.basename(_named(path))), key)
-    write_document(target, text, overwrite=overwrite, inputs=(path, key))
+    write_document(target, text, overwrite=overwrite)
     return Signed(os.fspath(path), target, keyid, len(found), not_signed)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import UsageError
 from ckpt_tools.io.content import Literal, Piece
-from ckpt_tools.io.output import output_target, refuse_input, replacing
+from ckpt_tools.io.output import output_target, replacing
 from ckpt_tools.io.source import File, as_path
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.compare.report import Difference
@@ -34,7 +34,7 @@ from ckpt_tools.render.text import counted, path_text, size_text
 from ckpt_tools.render.wording import as_options, found_in
 from ckpt_tools.text import Report, listed, printable, shape_text
 from ckpt_tools.tree.options import natural
-from ckpt_tools.tree.output_names import check_document_name
+from ckpt_tools.tree.output_names import check_document
 
 _MOST_ROWS = 1000  # of one kind of difference, value or object
 _MOST_TEXT = 300
@@ -78,8 +78,7 @@ def report(
     """
     if select is not None and other is None:
         raise UsageError("`select` needs OTHER.")
-    check_document_name(output, "an HTML page", ".html")
-    refuse_input(output, (path, other))
+    check_document(output, "an HTML page", ".html", (path, other))
     output_target(output, overwrite=overwrite)  # before every tensor is read
     description, measured, difference = inspect(path), None, None
     if values:

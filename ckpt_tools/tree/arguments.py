@@ -56,7 +56,7 @@ _call = _one(callable, "a function")
 _mapping = _one(lambda value: isinstance(value, Mapping), "a mapping from names to tensors")
 
 
-def _said(name: str, value: Any) -> Any:
+def _filled(name: str, value: Any) -> Any:
     if not _text(name, value):
         raise UsageError(f"`{name}` is empty.", why="Perhaps a variable is not set.")
     return value
@@ -260,9 +260,10 @@ _READERS: dict[str, Reader] = {
 def reader(written: str, choices: Sequence[str] = ()) -> Reader:
     """How a value of a type is read; nothing else than None where None may be given."""
     plain = written.removesuffix(" | None")
-    if written == "str | None" and not choices:  # what may be left out is not given as an empty text
-        return lambda name, value: None if value is None else _said(name, value)
-    read = functools.partial(_choice, choices) if choices else _READERS[plain]
+    if choices:
+        read: Reader = functools.partial(_choice, choices)
+    else:  # what may be left out is not given as an empty text
+        read = _filled if written == "str | None" else _READERS[plain]
     return read if plain == written else lambda name, value: None if value is None else read(name, value)
 
 

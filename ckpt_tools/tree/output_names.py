@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import PurePath
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.io.source import Handed
@@ -102,10 +104,21 @@ def _may_be_folder(source: str | os.PathLike[str]) -> bool:
     return text.endswith(".index.json") or os.path.isdir(text)
 
 
-def check_document_name(path: str | os.PathLike[str], what: str, own: str) -> None:
-    """Make sure that a page, plan or digest is not called a checkpoint."""
+def refuse_input(path: str | os.PathLike[str], inputs: Iterable[object]) -> None:
+    """Raise where an output is one of the files that it is made from, under whatever name."""
+    for given in inputs:
+        is_input = False
+        with contextlib.suppress(OSError, ValueError, TypeError):  # an address, a callable, a file that is not there
+            is_input = os.path.samefile(cast("str", given), path)
+        if is_input:
+            raise UsageError(f"{path} is an input, which is never replaced here.", fix="Give the output another name.")
+
+
+def check_document(path: str | os.PathLike[str], what: str, own: str, inputs: Iterable[object]) -> None:
+    """Make sure that a page, plan or digest is not called a checkpoint, nor is one of the files that it is about."""
     if extension(path) in (_SAFETENSORS, _GGUF, *_TORCH):
         raise UsageError(f"{path} is a checkpoint's name; this writes {what}.", fix=f"For example: {PurePath(path).stem}{own}")
+    refuse_input(path, inputs)
 
 
 def _meant(found: str) -> str:

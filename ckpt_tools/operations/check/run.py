@@ -53,7 +53,6 @@ from ckpt_tools.text import did_you_mean, dotted, listed
 from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.nodes import Entry, Object, Storage, Where
 from ckpt_tools.tree.options import natural
-from ckpt_tools.tree.output_names import check_document_name
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.numeric import one_thread, row_major
 from ckpt_tools.values.pytorch import need_torch, torch_told
@@ -277,8 +276,7 @@ def save_digests(report: Checked, path: str | os.PathLike[str], *, overwrite: bo
     """Write the digests of a report to a digest file, whole or not at all."""
     if report.container is None:
         raise NotACheckpointError(f"{report.path} cannot be read, so there are no digests of it.")
-    check_document_name(path, "digests", ".digest")
-    write_document(path, digests.text(report.digests, report.path), overwrite=overwrite, inputs=(report.path,))
+    write_document(path, digests.text(report.digests, report.path), overwrite=overwrite)
 
 
 def check_one(path: AnyPath, wanted: Wanted, advance: Advance = lambda _: None) -> Checked:

@@ -104,8 +104,7 @@ def _inside(option: str, current: list[str]) -> str:
     if wrapped is None:  # what all names begin with, where it is one word, may be the prefix that was meant
         first = {name.partition(".")[0] if "." in name else "" for name in current}
         return (f"all begin with '{first.pop()}.'; " if len(first) == 1 and all(first) else "") + "the names stay as they are."
-    part = wrapped.partition(".module.")[0]
-    if names.unwrap(f"{part}.x") != f"{part}.x":
+    if names.leading_wrappers(wrapped):
         return f"{wrapped!r} has it inside another wrapper: `unwrap` takes all of them out."
-    rule = names.unwrapping(part)
+    rule = names.unwrapping(wrapped.partition(".module.")[0])
     return f"{wrapped!r} has it inside, as where DataParallel wrapped a part of the model: then `rename='{rule}'` takes it out."

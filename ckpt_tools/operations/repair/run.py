@@ -20,7 +20,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import count_tensors, find_tensors
 from ckpt_tools.formats.single import collector_paused, naming
 from ckpt_tools.io.content import Literal, Piece, total
-from ckpt_tools.io.output import check_space, output_target, refuse_input, replacing
+from ckpt_tools.io.output import check_space, output_target, replacing
 from ckpt_tools.io.source import File, as_path
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import Progress, write
@@ -37,7 +37,7 @@ from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import Entry, Global, Node, Object, Storage, Where
 from ckpt_tools.tree.options import natural
-from ckpt_tools.tree.output_names import output_format
+from ckpt_tools.tree.output_names import output_format, refuse_input
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.numeric import same_bytes, view_of
 from ckpt_tools.values.pytorch import need_torch
@@ -73,7 +73,7 @@ def repair(
         raise UsageError(f"{target} would be a GGUF; repair writes .pth and .safetensors.", fix="Convert what it writes.")
     report = Repaired(str(source), str(target), "safetensors" if kind == "safetensors" else "torch-zip", dry_run)
     where = output_target(target, overwrite=overwrite or dry_run)
-    refuse_input(where, (source,))
+    refuse_input(target, (source,))
     scratch = Path(tempfile.gettempdir(), where.name) if dry_run else where  # temporaries go where there is to be room anyway
     with contextlib.ExitStack() as stack, collector_paused():
         salvaged, report.was = open_damaged(source, keep_damaged, scratch, stack)

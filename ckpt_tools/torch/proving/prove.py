@@ -16,7 +16,6 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
 from ckpt_tools.fit.targets import read_target
-from ckpt_tools.io.output import refuse_input
 from ckpt_tools.io.writer import write_document
 from ckpt_tools.operations.check.digests import of_all
 from ckpt_tools.operations.check.run import load_digests
@@ -30,7 +29,7 @@ from ckpt_tools.torch.proving.unproved import tensors_of, unproved
 from ckpt_tools.tree.arguments import Arguments
 from ckpt_tools.tree.graphs import parse
 from ckpt_tools.tree.options import natural
-from ckpt_tools.tree.output_names import check_document_name
+from ckpt_tools.tree.output_names import check_document
 
 _MOST_RUNS = 1000  # sets of inputs, which are all held in memory
 
@@ -76,8 +75,7 @@ def prove(
     if not -(1 << 63) <= seed < 1 << 63:
         raise UsageError(f"`seed={seed}` is beyond the 64 bits that torch takes.")
     if certificate is not None:
-        check_document_name(certificate, "a certificate", ".json")
-        refuse_input(certificate, (old, new))
+        check_document(certificate, "a certificate", ".json", (old, new))
     sets = make([parse(spec) for spec in specs], seed, runs)
     sides = zip((os.fspath(old), os.fspath(new)), _two(model), _two(model_args), _places(select), strict=True)
     wanted = [Wanted(*row) for row in sides]
@@ -90,7 +88,7 @@ def prove(
             Run(run.path, run.model, of_all(load_digests(run.path)[1])) for run in (report.old, report.new)
         )
         text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
-        write_document(certificate, text, overwrite=overwrite, inputs=(old, new))
+        write_document(certificate, text, overwrite=overwrite)
     return report
 
 
