@@ -120,8 +120,9 @@ class _Fitting:
         ]
         if missing or unexpected or refused or plan.ambiguous:
             label, wanted = self.wanted.label, [*plan.missing, *(new for new, _, _ in plan.ambiguous)]
+            spare = self.extras(_without(unexpected, {old for _, names, _ in plan.ambiguous for old in names}), wanted)
             raise _of_prefix(label, missing, unexpected, in_code=choices.in_code) or _left_over(
-                label, missing, unexpected, refused, plan.ambiguous, self.extras(unexpected, wanted), in_code=choices.in_code
+                label, missing, unexpected, refused, plan.ambiguous, spare, in_code=choices.in_code
             )
 
     def extras(self, unexpected: Sequence[str], missing: Sequence[str]) -> list[Extra]:

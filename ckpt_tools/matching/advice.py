@@ -73,13 +73,28 @@ def advise(
         return Advice()
     further = _further(found, again, stages, allow_reshape)
     missing, unexpected = found.left_over
+    candidates = {name for row in found.ambiguous for name in row.candidates}
     shapes = {param.name: param.shape for param in target}
     wanted = {name: shapes[name] for name in missing}
+    unexpected = tuple(name for name in unexpected if name not in candidates)
     spare = extras(unexpected, {param.name: param.shape for param in source}, wanted)
     if further is not None:
         return Advice(further, tuple(spare))
-    asked = fewest_questions(found, lambda pairs: again(stages, allow_reshape, pairs))
-    return Advice(None, tuple(spare), tuple(asked))
+
+    def answered(pairs: Sequence[str]) -> Matching:
+        return again(stages, allow_reshape, pairs)
+
+    asked = fewest_questions(found, answered)
+    return Advice(None, tuple(spare), tuple(question for question in asked if _settles(question, answered)))
+
+
+def _settles(question: Question, answered: Answered) -> bool:
+    """Whether `--pair` helps: of one candidate alone the layout may be what is unknown, which only a plan says."""
+    if len(question.candidates) > 1:
+        return True
+    with suppress(CkptError):
+        return question not in questions(answered([question.answer(*question.candidates)]).ambiguous)
+    return False
 
 
 def _further(found: Matching, again: Again, stages: Stages, allow_reshape: bool) -> Further | None:

@@ -33,7 +33,7 @@ def print_matched(report: Matched, out: Page, *, show_all: bool, plan: Path | No
     print_rows(rows + [(label, str(count)) for label, count in _left_over(matching) if count], out)
     _print_pairs(matching, out, show_all=show_all)
     _print_left_over(matching, out, show_all=show_all)
-    _print_advice(report.advice, out)
+    _print_advice(report.advice, out, is_open=bool(matching.ambiguous) and plan is None)
     _print_end(matching, out, plan)
 
 
@@ -151,7 +151,7 @@ def _some(names: Iterable[str]) -> str:
     return listed([line[0] for line in _folded(((name,), "") for name in names)], _SHOWN_CANDIDATES)
 
 
-def _print_advice(advice: Advice, out: Page) -> None:
+def _print_advice(advice: Advice, out: Page, *, is_open: bool) -> None:
     """What goes further: options that were tried, what may be left out, and the questions with all their answers."""
     lines = [f"{extra.text}; ckpt convert --drop {quote(extra.glob)}" for extra in advice.extras]
     if advice.further is not None:
@@ -159,6 +159,8 @@ def _print_advice(advice: Advice, out: Page) -> None:
     for question in advice.questions:
         lines.append(f"which is {question.new} ({counted(question.tensors, 'tensor')})?")
         lines += [f"    --pair {quote(question.answer(old))}" for old in question.candidates[:_SHOWN_CANDIDATES]]
+    if is_open and advice.further is None and not advice.questions:
+        lines.append("-o PLAN writes a plan, in which you settle what is ambiguous")
     if lines:
         out.print()
     shown = lines if len(lines) <= _SHOWN_ROWS else [*lines[:_SHOWN_ROWS], f"... {len(lines) - _SHOWN_ROWS} more (--json)"]

@@ -61,6 +61,11 @@ def test_keras_gives_the_same_outputs(tmp_path: Path) -> None:
     (row,) = report.matching.ambiguous
     assert (row.new, row.candidates) == ("head.weight", ("layers.dense.vars.0",))
     assert "(height width 3) out -> out (3 height width)" in row.why
+    assert not report.advice.extras  # no --drop of it
+    assert not report.advice.questions  # no --pair, which would not settle it
+    with pytest.raises(MatchError) as refused:
+        ckpt_tools.convert(source, tmp_path / "out.pth", like=target, match="structure", reinit=COUNTER)
+    assert "drop" not in str(refused.value)
     text = (tmp_path / "plan.toml").read_text()
     step = '\n[[tensor]]\nold = "layers.dense.vars.0"\nnew = "head.weight"\nstep = "permute"\nshape = [48, 5]\n'
     step += 'axes = "(4 width 3) out -> out (3 4 width)"\n'
