@@ -15,6 +15,7 @@ from ckpt_tools.fit.plans import Plan
 from ckpt_tools.formats.contents import is_tensor, tensors_by_name
 from ckpt_tools.io.content import Content
 from ckpt_tools.matching.advice import Extra, extras
+from ckpt_tools.matching.pairing import may_be_reshaped
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import listed, shape_text
 from ckpt_tools.tree.globs import Globs
@@ -274,7 +275,10 @@ def _left_over(
         allow = ", or `allow_missing=[GLOB, ...]`" if in_code else ""
         advice += [f"initialise missing ones with `reinit=SCHEME`{allow}"] * bool(missing)
         others = "or `adapt`" if in_code else "`adapt`, or a step of a `plan`"
-        advice += [f"for other shapes use `on_mismatch=reinit, overlap or skip`, {others}"] * bool(mismatched)
+        reshaped = [row for row in mismatched if may_be_reshaped(*row)]
+        advice += ["for shapes that differ by sizes of 1 or a flatten use `allow_reshape`"] * bool(reshaped)
+        other = len(mismatched) > len(reshaped)
+        advice += [f"for other shapes use `on_mismatch=reinit, overlap or skip`, {others}"] * other
     if globs := [extra.glob for extra in spare[:_MOST_GLOBS]]:
         drops = [f"`allow_unexpected={globs!r}`"] if in_code else [f"`drop={glob!r}`" for glob in globs]
         advice.append(f"leave what is not in the target out with {' '.join(drops)}")

@@ -36,6 +36,14 @@ def flattened(shape: Shape) -> Shape:
     return (shape[0], prod(shape[1:])) if is_map else squeezed(shape)
 
 
+def may_be_reshaped(old: str, new: str, before: Shape, after: Shape) -> bool:
+    """Whether two tensors of these names differ by sizes of 1 alone, or by a flatten before a last layer."""
+    if squeezed(before) == squeezed(after):
+        return True
+    is_last = any(_LAST in concepts(part) for part in f"{old}.{new}".split("."))
+    return is_last and flattened(before) == flattened(after) and "patch" not in f"{old}.{new}".lower()
+
+
 class Pairing:
     """Two lists of tensors and what has been found so far. A stage calls `pair` for what it is sure of."""
 
@@ -103,12 +111,7 @@ class Pairing:
     def fits(self, old: str, new: str) -> bool:
         """Whether two tensors have one shape; where that is allowed, but for sizes of 1 and a flatten."""
         before, after = self.source[old].shape, self.target[new].shape
-        if before == after or not self.allow_reshape:
-            return before == after
-        if squeezed(before) == squeezed(after):
-            return True
-        is_last = any(_LAST in concepts(part) for part in f"{old}.{new}".split("."))
-        return is_last and flattened(before) == flattened(after) and "patch" not in f"{old}.{new}".lower()
+        return before == after or (self.allow_reshape and may_be_reshaped(old, new, before, after))
 
     def offer(self, offer: Offer) -> None:
         """What only a plan does; later stages leave its tensors alone."""
