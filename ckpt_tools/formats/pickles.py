@@ -315,9 +315,12 @@ def _is_meant(data: bytes) -> bool:
         return False
     return any(
         _is_pickle(pickle, data[pickle.start : pickle.start + 2])
-        and (pickle.two_ways or not pickle.calls or any(map(_can_be_imported, pickle.names)))
+        and (
+            any(map(_can_be_imported, pickle.names)) or pickle.two_ways or isinstance(pickle.error, LimitError)
+            or (pickle.error is None and not pickle.names)
+        )
         for pickle in list_pickles(Part.of_bytes(data))
-    )
+    )  # fmt: skip
 
 
 def _npy(head: bytes) -> tuple[int, int | None]:

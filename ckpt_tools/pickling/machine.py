@@ -444,7 +444,7 @@ class Machine:
                         if strict and n > end - at:
                             at += n
                             raise Malformed(_BEYOND)
-                        self.two_ways |= at < frame
+                        self.two_ways |= at < frame < at + _MOST_FRAME
                         frame = at + n
                         limit = frame if frame < end else end + 1
                     elif op in _BYTES:  # LONG1, LONG4, BINBYTES, BINSTRING and those like them, of one byte, four or eight

@@ -120,7 +120,7 @@ def _by_handed(how: str, part: Node, given: _Given) -> bool:
     if how == "new":
         return by_instance(part)
     if type(part) is not Global:
-        return how != "name" or type(part) is not Object  # an instance is kept
+        return how != "name" or (type(part) is not Object and part not in _GENERATORS)  # an instance is kept
     if how != "apply":
         return by_call(part, ())
     args = given[2] if len(given) > 2 else ()  # and attributes are set on what it gives
@@ -153,6 +153,7 @@ def _is_type(given: _Given) -> bool:
     return is_of_typing or (type(name) is Global and not by_call(name, ()))
 
 
+_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")  # by their names, as NumPy wrote them before 1.24
 _CONSTANTS = (None, *named("builtins:Ellipsis,NotImplemented"))
 _OR = named("operator:or_ _operator:or_")
 # What calls of these have to be given.

@@ -173,6 +173,28 @@ def test_code_of_a_lambda_layer_could_not_be_examined(tmp_path: Path) -> None:
     assert "marshal" in report.safety.unexamined[0][1]
 
 
+WORDS = [
+    "group",
+    "label",
+    "last",
+    "learn",
+    "left",
+    "level",
+    "layer",
+    "lead",
+    "gAFC",
+    "gAMe",
+    "gOut",
+    "c",
+    "i",
+    "cat",
+    "image",
+    "config",
+    "class",
+    "input",
+    "index",
+    "item",
+]
 DIGESTS = [hashlib.sha256(bytes([number % 256, number // 256])).digest() for number in range(3000)]
 HONEST = {
     "digests": json.dumps({digest.hex(): 1 for digest in DIGESTS}).encode(),
@@ -180,6 +202,7 @@ HONEST = {
     "a table": "".join(f"{n},{n / 7},hello world {n}\n" for n in range(3000)).encode(),
     "source code": b'class Net:\n    """A network."""\n\nimport torch\nfrom torch import nn\n' * 99,
     "a vocabulary": json.dumps({f"{'token' * (n % 9)}\u0120{n}": n for n in range(3000)}).encode(),
+    "words that are opcodes in base64": json.dumps([f"{a} {b} of the {a}s, {b}" for a in WORDS for b in WORDS]).encode(),
     "a quote without an end": b'"' + b'\\"' * 100_000,
     "nothing": b"",
 }  # fmt: skip
