@@ -248,8 +248,8 @@ def test_what_no_unpickler_takes(name: str, tmp_path: Path) -> None:
 def test_many_tensors(protocol: int, tmp_path: Path) -> None:
     """Tensors of all kinds in a file of hundreds, most of which are read in one step: they come out as torch loads them."""
     base, made = torch.arange(1000.0), {}
-    for i in range(300):
-        shape = [(), (3,), (2, 3), (70_000,), (1, 2, 1, 2), (300, 2)][i % 6]
+    for i in range(120):
+        shape = [(), (3,), (2, 3), (7_000,), (1, 2, 1, 2), (300, 2)][i % 6]
         made[f"plain.{i}"] = torch.arange(0, torch.Size(shape).numel()).reshape(shape).to([torch.float32, torch.int64][i % 2])
         made[f"view.{i}"] = base[i : i + 300].reshape(2, 150).t()
         made[f"parameter.{i}"] = torch.nn.Parameter(torch.ones(2))
