@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, UnsupportedContainerError
+from ckpt_tools.errors import CkptError
 from tests.formats.test_oracle import assert_lists, described
 from tests.hostile.pickles import BUILD, FALSE, ORDERED_DICT, call, dict_of, glob, pickle, sizes, text, tuple_of
 from tests.hostile.refusals import expect_warned, write
@@ -54,13 +54,6 @@ def test_converts(target: str, tmp_path: Path) -> None:
     after = torch.load(again, weights_only=True)
     for name in "wntv":
         assert torch.equal(before[name].detach(), after[name].detach())
-
-
-def test_views_of_storages_are_refused(tmp_path: Path) -> None:
-    """Storages that are ranges of another, as in torch-legacy."""
-    stored = storages((10, "FloatStorage", SIX), (11, "LongStorage", LONGS), views=[(12, 10, 2, 3)])
-    with pytest.raises(UnsupportedContainerError, match="'12' is saved as a view of another"):
-        ckpt_tools.inspect(write(tmp_path, torch_tar(ROOT, stored, DESCRIBED)))
 
 
 def test_the_same_graph(tmp_path: Path) -> None:

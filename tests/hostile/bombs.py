@@ -236,8 +236,8 @@ def storage_that_inflates() -> bytes:
     packed = (packer.compress(bytes(1 << 24)) + packer.flush(zlib.Z_FULL_FLUSH)) * blocks + packer.flush()
     wide = p.tensor(p.sizes(numel), p.sizes(1), on=p.storage("0", numel))
     rows = torch_records(p.pickle(p.dict_of(**{"a.w": wide})), {"0": b""})
-    truth = {"crc": zlib.crc32(bytes(blocks << 24)), "size": blocks << 24, "compressed": len(packed)}
-    rows[2] = Rec(b"archive/data/0", packed, method=8, **truth)
+    crc = zlib.crc32(bytes(blocks << 24))
+    rows[2] = Rec(b"archive/data/0", packed, method=8, crc=crc, size=blocks << 24, compressed=len(packed))
     return build(rows)
 
 

@@ -50,20 +50,24 @@ def test_what_is_there(name: str, folder: Path, server: Server) -> None:
     assert all(torch.equal(loaded[key.removeprefix("module.")], value) for key, value in state().items())
 
 
+def other(server: Server, path: Path, write: Any, **more: torch.Tensor) -> None:
+    """Another file under the same name, and the server tells it."""
+    write(state(7.0) | more, path)
+    server.tag = "two"
+
+
 def no_ranges(server: Server, path: Path, write: Any) -> None:
     """The server gives whole files now, and another one."""
     server.ranges = False
-    CHANGES["bytes"](server, path, write)
+    other(server, path, write)
 
 
 CHANGES: dict[str, Callable[[Server, Path, Any], object]] = {
-    "bytes": lambda server, path, write: (write(state(7.0), path), setattr(server, "tag", "two")),
+    "bytes": other, "whole": no_ranges, "gone": lambda server, path, _: path.unlink(),
+    "size": lambda server, path, write: other(server, path, write, more=torch.zeros(9)),
     "untold": lambda server, path, write: write(state(7.0), path),  # and no tags from the beginning
-    "size": lambda server, path, write: (write(state() | {"more": torch.zeros(9)}, path), setattr(server, "tag", "two")),
-    "gone": lambda server, path, _: path.unlink(),
     "cut": lambda server, path, _: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),  # the tag stays
-    "whole": no_ranges,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("after", [1, 3, 5])
