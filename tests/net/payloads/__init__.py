@@ -5,7 +5,7 @@ A row of the first two has, with tabs between: the verdict of `scan`, a name, wh
 `(00){512}` is 512 times 00. `dangerous/needs-code` is an honest object that is called dangerous: it may become less.
 A row of the third has: the error, a name, the file's name, what the bytes are (the file; `safetensors` or
 `torch`: a file that these refuse too; `pickle` or `torch-pickle`: that of a torch-zip with six floats), words of the message
-with ` | ` between, and the bytes. A row of the fourth has: a name, the file's name, `file` or `pickle`, the tensors, and the bytes.
+with ` | ` between, and the bytes. A row of the fourth: a name, the file's name, `file` or `pickle`, tensors, bytes.
 """
 
 import re
