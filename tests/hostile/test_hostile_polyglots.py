@@ -4,6 +4,7 @@ import io
 import re
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -140,57 +141,40 @@ def test_attributes_in_another_order(tmp_path: Path) -> None:
 # --- members of a tar
 
 
-EVIL = pickle(dict_of(evil=tars.persistent(2)))
-
-
 def without_ends(data: bytes) -> bytes:
     """The tar without its empty blocks."""
     cut = data.rstrip(b"\0")
     return cut + bytes(-len(cut) % 512)
 
 
-def checksum(header: bytearray, at: int = 0) -> None:
-    """Make the sum of a tar's header right."""
-    header[at + 148 : at + 156] = b" " * 8
-    header[at + 148 : at + 156] = b"%06o\0 " % sum(header[at : at + 512])
+def prefixed() -> bytes:
+    """A second pickle whose header has a prefix, which is a folder: a part of its name."""
+    evil = tars.tar({"pickle": pickle(dict_of(evil=tars.persistent(2)))})[:1024]
+    header = evil[:345] + b"folder" + evil[351:512]
+    return without_ends(GOOD_TAR) + tars.checksummed(header) + evil[512:] + bytes(1024)
 
 
-def prefixed(prefix: bytes) -> bytes:
-    """A second pickle whose header has a prefix, which is a folder."""
-    block = bytearray(tars.tar({"pickle": EVIL})[:1024])
-    block[345 : 345 + len(prefix)] = prefix
-    checksum(block)
-    return without_ends(GOOD_TAR) + bytes(block) + bytes(1024)
-
-
-def test_a_member_in_a_folder_is_another(tmp_path: Path) -> None:
-    """The prefix in a header is a part of the name."""
-    path = write(tmp_path, prefixed(b"folder"))
-    assert list(torch.load(path, weights_only=False)) == ["w"] == named(path)
-
-
-def test_a_size_in_a_pax_header(tmp_path: Path) -> None:
-    """What is larger than 8 GB says so there; it counts, as for torch."""
+def sized_by_pax() -> bytes:
+    """What is larger than 8 GB has its size in a pax header; it counts, as for torch."""
     whole = without_ends(GOOD_TAR)
     at = whole.index(b"pickle\0") // 512 * 512
-    header = bytearray(whole[at : at + 512])
-    header[124:136] = b"%011o\0" % 0
-    checksum(header)
+    header = tars.checksummed(whole[at : at + 124] + b"%011o\0" % 0 + whole[at + 136 : at + 512])
     size = len(pickle(dict_of(w=tars.persistent(2))))
-    info = tarfile.TarInfo("x")
-    pax = bytearray(info.create_pax_global_header({"size": str(size)}))
-    pax[156:157] = b"x"
-    checksum(pax)
-    path = write(tmp_path, whole[:at] + bytes(pax) + bytes(header) + whole[at + 512 :] + bytes(1024))
-    assert list(torch.load(path, weights_only=False)) == ["w"] == named(path)
+    pax = tarfile.TarInfo("x").create_pax_global_header({"size": str(size)})
+    pax = tars.checksummed(pax[:156] + b"x" + pax[157:512]) + pax[512:]
+    return whole[:at] + pax + header + whole[at + 512 :] + bytes(1024)
 
 
-def test_a_tar_without_its_magic_word(tmp_path: Path) -> None:
+def without_magic() -> bytes:
     """The oldest tars lack "ustar": the checksum makes it one to torch, and to us."""
-    blocks = bytearray(GOOD_TAR)
-    for at in range(0, len(blocks), 512):
-        if blocks[at + 257 : at + 262] == b"ustar":
-            blocks[at + 257 : at + 265] = bytes(8)
-            checksum(blocks, at)
-    path = write(tmp_path, bytes(blocks))
+    blocks = [GOOD_TAR[at : at + 512] for at in range(0, len(GOOD_TAR), 512)]
+    return b"".join(
+        tars.checksummed(block[:257] + bytes(8) + block[265:]) if block[257:262] == b"ustar" else block for block in blocks
+    )
+
+
+@pytest.mark.parametrize("make", [prefixed, sized_by_pax, without_magic])
+def test_odd_tars(make: Callable[[], bytes], tmp_path: Path) -> None:
+    """They are to us what they are to torch."""
+    path = write(tmp_path, make())
     assert list(torch.load(path, weights_only=False)) == ["w"] == named(path)
