@@ -128,10 +128,7 @@ ROOMS = sorted(FLOOR.keys() - {"errors", "limits", "torch"})
 TESTS = Path(__file__).parent
 # The command line, which all tests take from there; a container and a family that are made up, of what any is made of.
 ELSEWHERE = {"support/commands.py", "formats/test_a_new_container.py", "formats/test_a_new_family.py"}
-NOT_YET = {
-    "benchmarks/sparse.py", "faults/runs.py", "fuzz/beside.py", "fuzz/cases.py",
-    "fuzz/readers.py",
-}  # fmt: skip
+NOT_YET = {"fuzz/beside.py", "fuzz/cases.py", "fuzz/readers.py"}
 
 
 def test_tests_know_the_public_face_alone() -> None:

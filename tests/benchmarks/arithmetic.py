@@ -7,9 +7,9 @@ from pathlib import Path
 from tests.benchmarks.rivals import Job, ckpt, installed, python, script
 
 TITLES = {
-    "lora": "A LoRA of rank 16 and its base, {gigabytes:g} GB in bf16",
-    "fp8": "FP8 with a scale for 128 x 128, {gigabytes:g} GB in bf16",
-    "nf4": "bitsandbytes' nf4, {gigabytes:g} GB in bf16",
+    "lora": "A LoRA of rank 16 and its base, {:g} GB in bf16",
+    "fp8": "FP8 with a scale for 128 x 128, {:g} GB in bf16",
+    "nf4": "bitsandbytes' nf4, {:g} GB in bf16",
 }
 # Each maker writes what is converted, and of its first matrix what must come of it.
 _START = """
@@ -118,17 +118,13 @@ save_file(plain, sys.argv[2])
 """
 
 
-def made(work: Path, kind: str, gigabytes: float) -> Path:
-    """What is converted, and what must come of it beside it."""
+def on(work: Path, kind: str, gigabytes: float) -> list[Job]:
+    """The one job of an input, which is made, and beside it what must come of it."""
     python(_START + _MAKERS[kind], str(work), str(gigabytes))
-    return work / ("base.safetensors" if kind == "lora" else f"{kind}.safetensors")
-
-
-def on(source: Path, kind: str) -> list[Job]:
-    """The one job of an input."""
-    ours, theirs = source.parent / "ours.safetensors", source.parent / "theirs.safetensors"
+    source = work / ("base.safetensors" if kind == "lora" else f"{kind}.safetensors")
+    ours, theirs = work / "ours.safetensors", work / "theirs.safetensors"
     if kind == "lora":
-        own = ckpt("convert", source, ours, "--lora", source.parent / "adapter", output=ours)
+        own = ckpt("convert", source, ours, "--lora", work / "adapter", output=ours)
         others = installed("peft", script("PEFT, merge_and_unload, save_file", _PEFT, source, theirs))
         return [Job("convert --lora", [own, *others], _IS_EXPECTED)]
     own = ckpt("convert", source, ours, "--dequantize", "bf16", output=ours)

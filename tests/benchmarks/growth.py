@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 import tempfile
 from pathlib import Path
 
 import click
 
-from tests.benchmarks import inputs
-from tests.benchmarks.rivals import Job, ckpt, cp
-from tests.benchmarks.timing import time_job
+from tests.benchmarks.jobs import checkpoint
+from tests.benchmarks.rivals import Job, ckpt, cp, time_job
 
 SIZES = (0.1, 0.25, 0.5, 1, 2, 4, 8)
 COUNTS = (10, 100, 1_000, 10_000, 50_000, 100_000, 200_000)
@@ -22,21 +22,13 @@ COUNTS = (10, 100, 1_000, 10_000, 50_000, 100_000, 200_000)
 def main(runs: int, folder: Path | None) -> None:
     """Print seconds by size and by number of tensors."""
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        by_bytes = [_seconds(Path(work), 60, size, runs) for size in SIZES]
-        print("\n| gigabytes, 60 tensors | inspect | convert --strip-module | cp |\n|---|---|---|---|")
-        for size, row in zip(SIZES, by_bytes, strict=True):
-            print(f"| {size:g} | {row[0]:.2f} | {row[1]:.2f} | {row[2]:.2f} |")
-        print(f"\nexponents from 1 GB on: {_exponents(SIZES[3:], by_bytes[3:])}")
-        by_names = [_seconds(Path(work), count, 0.1, runs) for count in COUNTS]
-        print("\n| tensors, 100 MB | inspect | convert --strip-module | cp |\n|---|---|---|---|")
-        for count, row in zip(COUNTS, by_names, strict=True):
-            print(f"| {count:,} | {row[0]:.2f} | {row[1]:.2f} | {row[2]:.2f} |")
-        print(f"\nexponents from 10,000 on: {_exponents(COUNTS[3:], by_names[3:])}")
+        _table("gigabytes, 60 tensors", SIZES, [_seconds(Path(work), 60, size, runs) for size in SIZES])
+        _table("tensors, 100 MB", COUNTS, [_seconds(Path(work), count, 0.1, runs) for count in COUNTS])
 
 
 def _seconds(work: Path, tensors: int, gigabytes: float, runs: int) -> list[float]:
     """Median seconds of inspect, convert and cp."""
-    source = inputs.checkpoint(work, tensors, gigabytes)
+    source = checkpoint(work, tensors, gigabytes)
     out, copy = work / "out.pth", work / "copy.pth"
     rivals = [ckpt("convert", source, out, "--strip-module", output=out), cp(source, copy)]
     inspect = time_job(Job("inspect", [ckpt("inspect", source)]), runs)["ckpt"].median
@@ -45,15 +37,14 @@ def _seconds(work: Path, tensors: int, gigabytes: float, runs: int) -> list[floa
     return [inspect, timings["ckpt"].median, timings["cp"].median]
 
 
-def _exponents(sizes: tuple[float, ...], rows: list[list[float]]) -> str:
-    """The slopes of log time over log size, by least squares."""
-    found = []
-    for column, name in enumerate(("inspect", "convert", "cp")):
-        x, y = [math.log(size) for size in sizes], [math.log(row[column]) for row in rows]
-        mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-        slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
-        found.append(f"{name} {slope:.2f}")
-    return ", ".join(found)
+def _table(title: str, sizes: tuple[float, ...], rows: list[list[float]]) -> None:
+    """The seconds, and of the larger sizes the slopes of log time over log size, by least squares."""
+    print(f"\n| {title} | inspect | convert --strip-module | cp |\n|---|---|---|---|")
+    for size, row in zip(sizes, rows, strict=True):
+        print(f"| {size:,g} | {row[0]:.2f} | {row[1]:.2f} | {row[2]:.2f} |")
+    logs = [math.log(size) for size in sizes[3:]]
+    slopes = [statistics.linear_regression(logs, [math.log(row[column]) for row in rows[3:]]).slope for column in range(3)]
+    print(f"\nexponents from {sizes[3]:,g} on: inspect {slopes[0]:.2f}, convert {slopes[1]:.2f}, cp {slopes[2]:.2f}")
 
 
 if __name__ == "__main__":

@@ -6,22 +6,18 @@ A process with all of ckpt_tools imported is forked for each run, so that hundre
 from __future__ import annotations
 
 import argparse
-import importlib
-import pkgutil
 import sys
 
-import ckpt_tools
 from tests.faults import system_calls
 from tests.faults.jobs import AHEAD, JOBS
 from tests.faults.runs import Rig, TornError, rigs
+from tests.support.commands import import_all
 
 
 def main() -> int:
     """Run, report, count."""
     options = _options()
-    for module in pkgutil.walk_packages(ckpt_tools.__path__, "ckpt_tools."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+    import_all()
     runs = torn = 0
     jobs = [job for job in (JOBS if options.every > 1 else (*JOBS, AHEAD)) if options.only in job.name]
     for rig in rigs(jobs):

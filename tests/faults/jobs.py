@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from torch.distributed import checkpoint
+
+from ckpt_tools.torch import save
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +48,19 @@ def _large(folder: Path) -> None:
     _input(folder, 600_000)
 
 
-def _ahead(folder: Path) -> None:
-    """So large that the kernel copies it ahead, in a thread."""
-    _input(folder, 9 << 20)
-
-
 def _safetensors(folder: Path) -> None:
-    from safetensors.torch import save_file
-
     save_file({"module.a.w": torch.rand(1000), "module.b.w": torch.rand(3, 5)}, folder / "in.safetensors", {"format": "pt"})
 
 
-def _save() -> None:
-    from ckpt_tools.torch import save
-
-    save({"a.w": torch.ones(500)}, "out.pth")
-
-
-def _save_safetensors() -> None:
-    from ckpt_tools.torch import save
-
-    save({"a.w": torch.ones(500)}, "out.safetensors")
+def _legacy(folder: Path) -> None:
+    """With a tie and a view."""
+    state = {f"module.layer.{number}.w": torch.full((30, 7), float(number)) for number in range(4)}
+    state |= {"module.tied.w": state["module.layer.0.w"], "module.view.w": torch.arange(40.0)[3:30:3]}
+    torch.save(state, folder / "in.pth", _use_new_zipfile_serialization=False)
 
 
-def _strip(*more: str) -> tuple[str, ...]:
-    return ("convert", "in.pth", "out.pth", "--strip-module", *more)
+def _saved(name: str) -> Callable[[], None]:
+    return lambda: save({"a.w": torch.ones(500)}, name)
 
 
 def _damaged(folder: Path) -> None:
@@ -80,51 +72,44 @@ def _damaged(folder: Path) -> None:
 
 def _old_folder(folder: Path) -> None:
     """An older checkpoint in the folder, of another number of shards, and a file that is no part of it."""
-    from safetensors.torch import save_file
-
     _input(folder)
     out = folder / "out"
     out.mkdir()
     (out / "README").write_text("mine")
-    save_file({"old.w": torch.ones(100)}, out / _SHARD.format(1, 1))
-    names = {"metadata": {"total_size": 400}, "weight_map": {"old.w": _SHARD.format(1, 1)}}
-    (out / _INDEX).write_text(json.dumps(names))
+    save_file({"old.w": torch.ones(100)}, out / _SHARD)
+    (out / _INDEX).write_text(json.dumps({"metadata": {"total_size": 400}, "weight_map": {"old.w": _SHARD}}))
 
 
 def _old_dcp(folder: Path) -> None:
-    from torch.distributed import checkpoint
-
     _input(folder)
     checkpoint.save({"old.w": torch.ones(100)}, checkpoint_id=folder / "out", no_dist=True)
 
 
-def _sharded(*more: str) -> tuple[str, ...]:
-    return ("convert", "in.pth", "out", "--strip-module", "--shard-size", "11KB", *more)
+def _convert(words: str) -> tuple[str, ...]:
+    return ("convert", *words.split(), "--strip-module")
 
 
-def _dcp(*more: str) -> tuple[str, ...]:
-    return ("convert", "in.pth", "out", "--strip-module", "--format", "dcp", *more)
-
-
-_SHARD, _INDEX = "model-{:05}-of-{:05}.safetensors", "model.safetensors.index.json"
+_SHARD, _INDEX = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
 
 
 JOBS = (
-    Job("convert to a new file", _input, _strip()),
-    Job("convert over an old file", _input_and_old, _strip("--overwrite")),
-    Job("convert onto itself", _input, ("convert", "in.pth", "in.pth", "--strip-module", "--overwrite")),
-    Job("convert with a cast", _large, _strip("--dtype", "fp16")),
-    Job("convert in the kernel", _large, _strip()),
+    Job("convert to a new file", _input, _convert("in.pth out.pth")),
+    Job("convert over an old file", _input_and_old, _convert("in.pth out.pth --overwrite")),
+    Job("convert onto itself", _input, _convert("in.pth in.pth --overwrite")),
+    Job("convert with a cast", _large, _convert("in.pth out.pth --dtype fp16")),
+    Job("convert in the kernel", _large, _convert("in.pth out.pth")),
     Job("convert to safetensors", _input, ("convert", "in.pth", "out.safetensors")),
     Job("convert from safetensors", _safetensors, ("convert", "in.safetensors", "out.pth")),
-    Job("edit in place", _input, ("convert", "--in-place", "in.pth", "--strip-module")),
-    Job("edit a header in place", _safetensors, ("convert", "--in-place", "in.safetensors", "--strip-module")),
+    Job("edit in place", _input, _convert("--in-place in.pth")),
+    Job("edit a header in place", _safetensors, _convert("--in-place in.safetensors")),
+    Job("edit an old file in place", _legacy, _convert("--in-place in.pth")),
     Job("repair", _damaged, ("repair", "in.pth", "out.pth"), code=1),
-    Job("convert to a new folder", _input, _sharded()),
-    Job("convert over a folder", _old_folder, _sharded("--overwrite"), index=_INDEX),
-    Job("convert to a new dcp", _input, _dcp()),
-    Job("convert over a dcp", _old_dcp, _dcp("--overwrite"), index=".metadata"),
-    Job("torch.save", _input_and_old, work=_save),
-    Job("torch.save to safetensors", _input, work=_save_safetensors),
+    Job("convert to a new folder", _input, _convert("in.pth out --shard-size 11KB")),
+    Job("convert over a folder", _old_folder, _convert("in.pth out --shard-size 11KB --overwrite"), index=_INDEX),
+    Job("convert to a new dcp", _input, _convert("in.pth out --format dcp")),
+    Job("convert over a dcp", _old_dcp, _convert("in.pth out --format dcp --overwrite"), index=".metadata"),
+    Job("torch.save", _input_and_old, work=_saved("out.pth")),
+    Job("torch.save to safetensors", _input, work=_saved("out.safetensors")),
 )  # fmt: skip
-AHEAD = Job("convert with a copy ahead", _ahead, _strip())
+# so large that the kernel copies it ahead, in a thread
+AHEAD = Job("convert with a copy ahead", lambda folder: _input(folder, 9 << 20), _convert("in.pth out.pth"))

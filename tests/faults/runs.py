@@ -6,16 +6,19 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from ckpt_tools import CkptError
 from tests.faults.jobs import Job
 from tests.faults.layer import Fault, Layer, kinds
+from tests.support.commands import main
 
 ROOT = Path(__file__).parents[2]
 Snapshot = dict[str, bytes]
-_TEMPORARY = re.compile(r".*\.ckpt-tmp.*")
 _SAVE_ID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # torch.distributed.checkpoint draws one for each save
 
 
@@ -57,21 +60,13 @@ class Rig:
         shutil.copytree(self.template, self.folder)
 
     def run(self, fault: Fault) -> None:
-        """Run the job with a fault and look at what it leaves.
-
-        Raises:
-            TornError: with what is wrong.
-        """
+        """Run the job with a fault; TornError says what is wrong with what it leaves."""
         self.restore()
         code = _in_child(lambda: self._work(Layer(fault)), self.output)
         self.judge(fault, code, self.output.read_text(errors="replace"))
 
     def judge(self, fault: Fault, code: int, told: str) -> None:
-        """Look at what a run has left.
-
-        Raises:
-            TornError: with the fault, and what is wrong.
-        """
+        """Look at what a run has left; TornError has the fault, and what is wrong."""
         try:
             self.check(fault, code, told)
         except TornError as error:
@@ -132,10 +127,18 @@ class Rig:
             counts.write_text(found)
 
     def _work(self, _layer: Layer | None) -> None:
+        """`ckpt` in the folder, or a function with the exit codes and messages of the command line; ends by SystemExit."""
+        os.chdir(self.folder)
         if self.job.work is None:
-            _command(self.folder, self.job.arguments)
-        else:
-            _call(self.folder, self.job.work)
+            main(list(self.job.arguments), prog_name="ckpt")
+            return
+        try:
+            self.job.work()
+        except CkptError as error:
+            print(f"Error: {error}")
+            raise SystemExit(3) from None
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
 
 
 def _expect(holds: bool, what: str) -> None:
@@ -153,53 +156,22 @@ def snapshot(folder: Path) -> Snapshot:
 
 
 def _temporaries(files: Snapshot) -> set[str]:
-    return {name for name in files if _TEMPORARY.fullmatch(name)}
+    return {name for name in files if ".ckpt-tmp" in name}
 
 
 def _without_temporaries(files: Snapshot) -> Snapshot:
-    return {name: data for name, data in files.items() if not _TEMPORARY.fullmatch(name)}
-
-
-def _command(folder: Path, arguments: tuple[str, ...]) -> None:
-    """`ckpt` in a folder; ends by SystemExit."""
-    from ckpt_tools.cli import main
-
-    os.chdir(folder)
-    main(list(arguments), prog_name="ckpt")
-
-
-def _call(folder: Path, work: Callable[[], None]) -> None:
-    """A function in a folder, with the exit codes and messages of the command line."""
-    from ckpt_tools import CkptError
-
-    os.chdir(folder)
-    try:
-        work()
-    except CkptError as error:
-        print(f"Error: {error}")
-        raise SystemExit(3) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    return {name: data for name, data in files.items() if ".ckpt-tmp" not in name}
 
 
 def _in_child(work: Callable[[], None], output: Path) -> int:
     """Run in a forked process, its output into a file; the exit code, negative for a signal."""
-    pid = os.fork()
-    if pid == 0:
-        _become(work, output)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def _become(work: Callable[[], None], output: Path) -> None:
-    """The life of the child; never returns."""
-    import traceback
-
-    leave = os._exit
-    fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    code = 0
+    pid, leave = os.fork(), os._exit
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code, sys.stdout = 0, output.open("w")
+    sys.stderr = sys.stdout
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stdout.fileno(), 2)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         work()
@@ -209,11 +181,9 @@ def _become(work: Callable[[], None], output: Path) -> None:
         traceback.print_exc()
         code = 1
     finally:
-        import sys
-
         sys.stdout.flush()
-        sys.stderr.flush()
         leave(code)
+    return 0  # not reached
 
 
 def rigs(jobs: Sequence[Job]) -> Iterator[Rig]:

@@ -10,8 +10,9 @@ import pytest
 
 import ckpt_tools
 from tests.faults.jobs import JOBS
-from tests.faults.layer import Fault
-from tests.faults.runs import Rig, TornError
+from tests.faults.layer import Fault, kinds
+from tests.faults.runs import Rig, TornError, rigs
+from tests.support.commands import import_all
 
 ROOT = Path(ckpt_tools.__file__).parent.parent
 
@@ -23,6 +24,17 @@ def test_no_fault_tears_anything() -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert " 0 torn" in done.stdout
     assert int(done.stdout.rpartition("\n")[0].rpartition("\n")[2].split()[0]) > 40
+
+
+def test_edits_in_place_at_each_call_that_writes() -> None:
+    """Killed there or without room: the old file or the new one, and the next edit succeeds and tidies up."""
+    import_all()
+    for rig in rigs([job for job in JOBS if "in place" in job.name]):
+        faults = [fault for fault in rig.faults() if "enospc" in kinds(fault.function) and fault.kind in ("kill", "enospc")]
+        assert len(faults) > 10
+        for fault in faults:
+            if fault.function not in ("close", "dup"):
+                rig.run(fault)
 
 
 OLD, NEW = {"in": b"in", "out": b"old"}, {"in": b"in", "out": b"new"}

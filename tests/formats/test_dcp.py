@@ -6,7 +6,7 @@ import pickletools
 import shutil
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from torch import nn
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
@@ -26,9 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_tools import CkptError, check, convert, inspect, scan
-from ckpt_tools.errors import ChecksumError, ConvertError, DamagedFileError, LimitError, OutputError
-from tests.support.damage import flip_bit
-from tests.support.job import job
+from ckpt_tools.errors import ConvertError, DamagedFileError, LimitError, OutputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -39,15 +36,21 @@ def saved(folder: Path, state: dict[str, Any], **options: Any) -> Path:
     return folder
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tensors of several kinds in nested dicts and lists, and values."""
     state = {
         "model": {"a.w": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "t": torch.ones(4, 2).t(),
                   "e": torch.empty(0, 3), "s": torch.tensor(5)},
         "epoch": 3, "list": [torch.ones(2), {"q": torch.zeros(1)}], "row": [1, 2], "where": None,
     }  # fmt: skip
-    return saved(tmp_path / "theirs", state)
+    return saved(tmp_path_factory.mktemp("dcp") / "theirs", state)
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    """A copy, to be changed."""
+    return Path(shutil.copytree(written, tmp_path / "theirs"))
 
 
 def test_what_torch_saved_is_listed_and_converted(folder: Path, tmp_path: Path) -> None:
@@ -66,31 +69,6 @@ def test_what_torch_saved_is_listed_and_converted(folder: Path, tmp_path: Path) 
     for name, tensor in torchs["model"].items():
         assert ours["model"][name].dtype == tensor.dtype
         assert torch.equal(ours["model"][name], tensor)
-
-
-def test_a_job_of_two_processes(tmp_path: Path) -> None:
-    """FSDP2 and column-sharded tensors load what we wrote, resharded; what they save we put together again."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4, dtype=torch.float64)).state_dict()
-    columns = torch.arange(21.0).view(3, 7)
-    torch.save({"model": model, "columns": columns, "tied": model["0.weight"], "epoch": 7}, tmp_path / "in.pth")
-    report = convert(tmp_path / "in.pth", tmp_path / "ours", format="dcp")
-    assert report.aliases == {"tied": "model.0.weight"}
-    done = job(2, "tests/support/distributed_job.py", tmp_path / "ours", tmp_path / "theirs")
-    assert done.returncode == 0, done.stderr
-    convert(tmp_path / "theirs", tmp_path / "out.pth")
-    back = torch.load(tmp_path / "out.pth", weights_only=True)
-    assert list(back["model"]) == list(model)
-    assert all(torch.equal(back["model"][name], tensor) for name, tensor in model.items())
-    assert torch.equal(back["columns"], columns)
-    assert back["nested"]["lr"] == 0.5
-    assert back["nested"]["list"][1] == {"x": [1, 2]}
-    flip_bit(tmp_path / "theirs" / "__1_0.distcp", columns[-1, 4:].numpy().tobytes())
-    ways: list[tuple[str, Literal["pth", "dcp"]]] = [("flipped.pth", "pth"), ("flipped", "dcp")]
-    for out, fmt in ways:
-        with pytest.raises(ChecksumError, match=r"of a chunk of 'columns' in __1_0\.distcp"):
-            convert(tmp_path / "theirs", tmp_path / out, format=fmt)
-        assert not (tmp_path / out).exists()
 
 
 def test_safetensors_variants(tmp_path: Path) -> None:
@@ -203,9 +181,9 @@ def test_keys_of_every_kind_become_text(tmp_path: Path) -> None:
 
 def test_dicts_that_are_shared_again_and_again(tmp_path: Path) -> None:
     """What a distributed checkpoint would hold 2**30 times is refused; two names for one state dict are not."""
-    state_dict = {f"{index}.w": torch.ones(1) for index in range(300)}
+    state_dict = {f"{index}.w": torch.ones(1) for index in range(30)}
     torch.save({"model": state_dict, "best": state_dict}, tmp_path / "in.pth")
-    assert convert(tmp_path / "in.pth", tmp_path / "out", format="dcp").tensors == 600
+    assert convert(tmp_path / "in.pth", tmp_path / "out", format="dcp").tensors == 60
     laughs: dict[str, Any] = {"w": torch.ones(1)}
     for _ in range(30):
         laughs = {"a": laughs, "b": laughs}

@@ -1,16 +1,14 @@
-"""Keras's HDF5: as h5py reads it, what it may not lead to, and what is said where h5py is missing."""
+"""Keras's HDF5: as h5py reads it, and what is said where h5py is missing."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import ckpt_tools
 import ckpt_tools.torch
-from ckpt_tools.errors import CkptError, DamagedFileError, UnsupportedContainerError
+from ckpt_tools.errors import DamagedFileError, UnsupportedContainerError
 from tests.support.samples import FIXTURES
 
 HERE = FIXTURES / "frameworks"
@@ -53,25 +51,6 @@ def test_chunks_and_byte_orders(tmp_path: Path) -> None:
     assert made["chunked"].flatten().tolist() == list(range(1000))
     assert (made["big"].tolist(), made["scalar"].item(), made["none"].shape) == ([[0, 1, 2], [3, 4, 5]], 2.0, (0, 3))
     assert [finding.code for finding in ckpt_tools.inspect(tmp_path / "x.h5").findings] == ["left-out"]
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "said"),
-    [
-        (lambda h5py, file: file.update(l=h5py.ExternalLink("/etc/passwd", "/x")), UnsupportedContainerError, "not followed"),
-        (lambda _, file: file.create_dataset("d", (10,), "u1", external=[("/etc/passwd", 0, 10)]), UnsupportedContainerError,
-         "in other files"),
-        (lambda _, file: file.create_group("a").update(b=file["/"]), DamagedFileError, "holds itself"),
-    ],
-    ids=["a link to another file", "data in another file", "a group in itself"],
-)  # fmt: skip
-def test_what_is_not_followed(tmp_path: Path, make: Callable[[Any, Any], None], error: type[CkptError], said: str) -> None:
-    """Nothing but the file itself is opened."""
-    h5py = pytest.importorskip("h5py")
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        make(h5py, file)
-    with pytest.raises(error, match=said):
-        ckpt_tools.inspect(tmp_path / "x.h5")
 
 
 def test_a_cut_file(tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.utils._pytree import tree_leaves, tree_map
 
 import ckpt_tools
 from ckpt_tools.errors import ChecksumError, NotACheckpointError, PartError
@@ -18,13 +21,20 @@ from tests.support.graphs import equal
 from tests.support.rank_files import fsdp2, net, rank_of, save_ranks, sharded
 from tests.support.zips import flip_byte
 
+ROOT = Path(__file__).parents[2] / "fixtures"
+FOLDERS = sorted([*(path for path in (ROOT / "parts").iterdir() if path.is_dir()), ROOT / "fsdp1" / "sharded-bf16"])
+CONTAINERS = {"consolidated": "consolidated", "dcp": "dcp", "loose": "sharded"}
 
-def test_a_genuine_folder() -> None:
-    """What FSDP1 saved on three ranks over gloo: more ranks than rows of some weights, a frozen one; a tied one twice."""
-    genuine = Path(__file__).parents[2] / "fixtures" / "fsdp1" / "sharded-bf16"
-    expected = torch.load(genuine / "reference.pth", weights_only=True)
-    for path in (genuine, *genuine.glob("model_*")):
-        assert equal(load_state_dict(path), expected)
+
+@pytest.mark.parametrize("genuine", FOLDERS, ids=lambda folder: folder.name)
+def test_genuine_folders(genuine: Path, tmp_path: Path) -> None:
+    """What torch's ranks saved (fixtures/makers), and FSDP1 of more ranks than rows: the model before it was cut."""
+    reference = torch.load(genuine / "reference.pth", weights_only=True)
+    assert ckpt_tools.inspect(genuine).container == CONTAINERS.get(genuine.name, "rank-files")
+    ckpt_tools.convert(genuine, tmp_path / "out.pth")
+    loaded = [load_state_dict(path) for path in (genuine, *genuine.glob("model_*"))]
+    for found in (torch.load(tmp_path / "out.pth", weights_only=True), *loaded):
+        assert equal(dict(sorted(found.items())), dict(sorted(reference.items())))
 
 
 @pytest.fixture
@@ -73,6 +83,23 @@ def test_optimizer_files(tmp_path: Path) -> None:
     assert merged["param_groups"] == whole["param_groups"]
     for number, state in whole["state"].items():
         assert all(torch.equal(merged["state"][number][key], value) for key, value in state.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_resumes_from_them(tmp_path: Path) -> None:
+    """Model and optimizer of 3 ranks, as dcp, fill a job of one by torch's own reader, bit for bit."""
+
+    def cut(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
+        return {"model": fsdp2(model, rank, world), "optim": get_optimizer_state_dict(model, stepped(model))}
+
+    save_ranks(tmp_path / "in", cut, 3)
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "dcp", format="dcp")
+    model: Any = net()
+    wanted = {"model": model.state_dict(), "optim": {"state": get_optimizer_state_dict(model, stepped(model))["state"]}}
+    found = tree_map(torch.zeros_like, wanted)
+    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert len(wanted["optim"]["state"]) == len(list(model.parameters()))
+    assert all(map(torch.equal, tree_leaves(found), tree_leaves(wanted)))
 
 
 def test_another_step(tmp_path: Path) -> None:
@@ -171,5 +198,5 @@ def test_a_tensor_that_is_all_that_a_rank_has(tmp_path: Path) -> None:
 def test_rows_without_names() -> None:
     """What FSDP1 saved as LOCAL_STATE_DICT: rows of parameters without names are refused, and what to do is said."""
     with pytest.raises(PartError, match="without their names: FSDP1's LOCAL_STATE_DICT") as caught:
-        load_state_dict(Path(__file__).parents[2] / "fixtures" / "fsdp1" / "local-bf16")
+        load_state_dict(ROOT / "fsdp1" / "local-bf16")
     assert "SHARDED_STATE_DICT" in caught.value.fix

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate
 import ckpt_tools
 from ckpt_tools.errors import PartError
 from ckpt_tools.torch import load, load_into, load_state_dict, save
-from tests.support.job import job
 from tests.support.rank_files import Net, fsdp1, fsdp2, fsdp_tp, hsdp, net, rank_of, save_ranks, tp
 
 FAMILIES = {"FSDP1": fsdp1, "FSDP2": fsdp2, "HSDP": hsdp, "TP": tp, "FSDP2 x TP": fsdp_tp}
@@ -177,19 +176,6 @@ def test_meshes_of_older_torch(family: str, tmp_path: Path, monkeypatch: pytest.
         ]
         assert old.part is not None
         assert old.part["rank"] == rank
-
-
-def test_a_job_saves_and_loads(tmp_path: Path) -> None:
-    """In two processes `save` writes the whole model once, and `load_into` gives each rank of an FSDP2 model its part."""
-    done = job(2, "tests/support/fsdp_job.py", tmp_path)
-    assert done.returncode == 0, done.stderr
-    expected = net().state_dict()
-    for name in ("model.pth", "model.safetensors"):
-        saved = load_state_dict(tmp_path / name)
-        assert all(torch.equal(saved[key], value) for key, value in expected.items())
-    assert saved["head.weight"].data_ptr() == saved["emb.weight"].data_ptr()
-    optimizer = torch.load(tmp_path / "training.pth", weights_only=True)["optimizer"]
-    assert optimizer["state"][0]["exp_avg"].shape == (13, 7)
 
 
 def test_sharded_tensors_are_not_saved_as_a_model(tmp_path: Path) -> None:

@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import TensorError, UnsupportedContainerError
 from tests.formats.test_oracle import assert_lists, described, loads_weights_only
-from tests.hostile.pickles import BUILD, FALSE, ORDERED_DICT, call, dict_of, glob, put, sizes, tensor, tuple_of
-from tests.hostile.pickles import get as recall
+from tests.hostile.pickles import BUILD, FALSE, ORDERED_DICT, dict_of, glob, sizes, tuple_of
 from tests.support.graphs import assert_same, element_bytes, live_tensors, load_with_tags
-from tests.support.legacy import floats, legacy, persistent, stream, view_of
+from tests.support.legacy import floats, legacy, persistent, stream
 from tests.support.samples import PTH, by_name, corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
@@ -81,36 +79,9 @@ def test_lists_what_torch_loads_from_real_files(row: dict[str, Any], tmp_path: P
         assert_same(before, torch.load(target, map_location="cpu", weights_only=True))
 
 
-def test_views_of_old_writers_are_refused(tmp_path: Path) -> None:
-    """Storages that are ranges of another (`view_metadata`), as PyTorch up to 0.3 wrote them."""
-    (path := tmp_path / "in.pth").write_bytes(
-        stream(tensor(on=persistent("7", 6, view=view_of("8", 0, 4))), ("7", floats(*range(6))))
-    )
-    with pytest.raises(UnsupportedContainerError, match="is saved as a view of another"):
-        ckpt_tools.inspect(path)
-
-
 STATE = tuple_of(persistent(), b"K\0", sizes(2, 3), sizes(3, 1))
 REDUCED = glob("torch._utils", "_rebuild_tensor") + STATE + b"R"
 PARAMETER = glob("torch.nn.parameter", "Parameter")
-OLD = {
-    "reduced tensor": REDUCED,
-    "tensor of a class": glob("torch", "FloatTensor") + b")\x81" + STATE + BUILD,
-    "parameter of 0.3": PARAMETER + tuple_of(REDUCED) + b"R" + tuple_of(FALSE, FALSE, ORDERED_DICT) + BUILD,
-    "parameter": call("torch._utils", "_rebuild_parameter", tensor(on=persistent()), FALSE, ORDERED_DICT),
-}
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_tensors_of_every_age(name: str, tmp_path: Path) -> None:
-    """`_rebuild_tensor`, an object of `torch.FloatTensor`, a Parameter with its state: what torch makes of them, twice used."""
-    path, target = tmp_path / "in.pth", tmp_path / "out.pth"
-    path.write_bytes(stream(dict_of(w=OLD[name] + put(9), again=recall(9)), ("0", floats(0, 1, 2, 3, 4, 5))))
-    before, tags = load_with_tags(path, weights_only=True)
-    assert_lists(path, before, tags)
-    assert described(path)["weights_only"]["loads"]
-    ckpt_tools.convert(path, target)
-    assert_same(before, torch.load(target, weights_only=True))
 
 
 def test_variable_of_the_first_versions(tmp_path: Path) -> None:
@@ -122,19 +93,6 @@ def test_variable_of_the_first_versions(tmp_path: Path) -> None:
     assert_lists(path, before, tags)
     ckpt_tools.convert(path, target)
     assert torch.equal(before["w"], torch.load(target, weights_only=True)["w"])
-
-
-def test_python_2_writer(tmp_path: Path) -> None:
-    """Byte strings for keys, an OrderedDict made by REDUCE of pairs, Python 2's module names."""
-    pairs = b"]" + b"](U\x03a.w" + tensor(on=persistent()) + b"ea"
-    root = glob("collections", "OrderedDict") + tuple_of(pairs) + b"R"
-    path, target = tmp_path / "in.pth", tmp_path / "out.pth"
-    path.write_bytes(stream(root, ("0", floats(0, 1, 2, 3, 4, 5))))
-    before, tags = load_with_tags(path, weights_only=True)
-    assert list(before) == ["a.w"]
-    assert_lists(path, before, tags)
-    ckpt_tools.convert(path, target)
-    assert_same(before, torch.load(target, weights_only=True))
 
 
 def test_whole_model_with_its_source(tmp_path: Path) -> None:
@@ -165,14 +123,6 @@ def test_big_endian_writer(tmp_path: Path) -> None:
     path.write_bytes(data.replace(struct.pack("<q", 6), struct.pack(">q", 6)))
     ckpt_tools.convert(path, tmp_path / "out.pth", overwrite=True)
     assert torch.equal(torch.load(tmp_path / "out.pth")["w"], torch.arange(6.0))
-
-
-def test_an_empty_storage_of_two_types(tmp_path: Path) -> None:
-    """torch lets empty tensors of two types share a storage key, in this format alone: it is refused in all."""
-    path, empty = tmp_path / "in.pth", torch.empty(0)
-    path.write_bytes(legacy([empty, empty.view(torch.int32)]))
-    with pytest.raises(TensorError, match="is used with two types"):
-        ckpt_tools.inspect(path)
 
 
 # --- writing

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from tests.fuzz.worker import said
 
 # Cases of one worker: torch leaks a little when it refuses a file, and after 30,000 cases the heap reached the limit on memory.
 _A_WORKER = 20_000
@@ -26,7 +25,8 @@ def main() -> int:
     first, last, stop = options.first, options.first + options.cases, time.monotonic() + options.seconds
     while first < last and time.monotonic() < stop:
         at, asked, done = first, "us", False
-        for row in _rows(options, first, min(last - first, _A_WORKER), stop - time.monotonic()):
+        now = (options.seed, first, min(last - first, _A_WORKER), stop - time.monotonic(), options.convert, options.only)
+        for row in said("tests.fuzz.worker", *now):
             if "at" in row:
                 at, asked = row["at"], "us"
             elif "asking" in row:
@@ -53,28 +53,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=10**12, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other cases")
     parser.add_argument("--first", type=int, default=0, help="the first case; with --cases 1 a finding is run again")
-    parser.add_argument(
-        "--convert", type=int, default=16, help="every n-th case is also checked, converted, repaired, edited (16)"
-    )
+    parser.add_argument("--convert", type=int, default=16, help="every n-th case is also checked, converted and so on (16)")
     parser.add_argument("--only", default="", help="only samples and kinds of inputs with this in their names")
     parser.add_argument("--save", help="folder for the files that found something")
     return parser.parse_args()
-
-
-def _rows(options: argparse.Namespace, first: int, count: int, seconds: float) -> Any:
-    """What a worker says, line by line, until it ends in one way or the other."""
-    numbers = (options.seed, first, count, seconds, options.convert)
-    command = [sys.executable, "-m", "tests.fuzz.worker", *map(str, numbers), options.only]
-    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # else every thread takes 64 MB of the address space that it may have
-    with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment) as worker,
-    ):
-        assert worker.stdout is not None
-        for line in worker.stdout:
-            yield json.loads(line)
-        said.seek(0)
-        yield {"ended": worker.wait(), "trace": said.read()[-2000:]}
 
 
 def _report(row: dict[str, Any], seed: int, save: Path, seen: Counter[str]) -> None:

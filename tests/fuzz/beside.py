@@ -24,7 +24,7 @@ from ckpt_tools.operations.signing import PAYLOAD_TYPE, seal
 from ckpt_tools.parts.open import open_checkpoint
 from tests.fuzz import headers, raw, tars
 from tests.fuzz.guard import FindingError
-from tests.fuzz.values import text
+from tests.fuzz.raw import text
 from tests.support.keys import write_keys
 
 _FIXTURES = Path(__file__).parents[2] / "fixtures"

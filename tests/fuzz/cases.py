@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import ckpt_tools
 from ckpt_tools import CkptError
 from ckpt_tools.render.description import View, print_description
 from ckpt_tools.render.json import line
 from ckpt_tools.render.text import Page
-from tests.fuzz import arrays, frameworks, headers, oracle, others, pickles, raw, splices, tars, zips
+from tests.fuzz import frameworks, headers, oracle, others, pickles, raw, tars, zips
 from tests.fuzz.guard import MEGABYTES, FindingError, ForbiddenError, Guard, TooSlowError
 
 _CONVERSIONS = (
@@ -29,12 +31,9 @@ _CONVERSIONS = (
 _OTHERS = 1 / 5  # of the cases
 # what an oracle says of a file that was loaded, or that it did not ask about
 _NOT_ASKED = (
-    "TypeError: a DTensor",
-    "RecursionError: the object has no end",
-    "TooSlowError",
-    "MemoryError",
+    "TypeError: a DTensor", "RecursionError: the object has no end", "TooSlowError", "MemoryError",
     "an archive of more than arrays",
-)
+)  # fmt: skip
 
 
 class Cases:
@@ -53,7 +52,7 @@ class Cases:
         self.names, self.samples, self.seed = [name for name in samples if only in name], samples, seed
         self.kinds = [kind for kind in others.KINDS if only in kind.__name__]
         self.folder, self.guard, self.asking = folder, guard, asking
-        self.counts = dict.fromkeys(("cases", "read", "refused", "converted", "repaired", "edited", "compared", "asked"), 0)
+        self.counts = Counter[str]()
 
     def make(self, number: int) -> tuple[str, bytes]:
         """The name of the sample and the mutated bytes of a case."""
@@ -65,142 +64,106 @@ class Cases:
         return name, data
 
     def try_one(self, number: int, *, convert: bool) -> None:
-        """Make and try a case.
-
-        Raises:
-            FindingError: with what went wrong.
-        """
+        """Make and try a case; FindingError says what went wrong."""
         for left in self.folder.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         rng = Random(f"{self.seed}:{number}:other")
-        if self.kinds and (rng.random() < _OTHERS or not self.names):
-            self._try_other(rng)
+        self.counts["cases"] += 1
+        if self.kinds and (rng.random() < _OTHERS or not self.names):  # no checkpoint: our own error, or nothing at all
+            kind = rng.choice(self.kinds)
+            use = kind(rng, self.folder)
+            with self._watched(kind.__name__, writing=True, asking=True):
+                self._done("read", use)
             return
         name, data = self.make(number)
         path = self.folder / f"case{'.safetensors' if name.endswith('.safetensors') else '.pth'}"
         path.write_bytes(data)
-        self.counts["cases"] += 1
         rows = self._read(path, render=convert)
         if convert:
-            self._check(path)
+            with self._watched("check"):  # it tells what is wrong in a report, and reads every byte to do so
+                ckpt_tools.check(path, values=True, digest=True)
             if rows is not None:
                 self._convert(path, number)
             self._repair(path)
-            if rows is not None:
-                self._edit_in_place(path)
+            if rows is not None and self._edit_in_place(path):
                 rows, data = self._read(path, render=False), path.read_bytes()
         if rows is not None:
             self._compare(path, rows, data)
 
-    def _try_other(self, rng: Random) -> None:
-        """Something that is not a checkpoint: our own error, or nothing at all."""
-        kind = rng.choice(self.kinds)
-        use = kind(rng, self.folder)
-        self.counts["cases"] += 1
+    @contextlib.contextmanager
+    def _watched(self, what: str, *, writing: bool = False, asking: bool = False) -> Iterator[None]:
+        """Any exception is a finding; running out of memory, out of time, and what is forbidden are too."""
         try:
-            with _ExpectingOurErrors(), self.guard.watching(writing=True, asking=True):
-                try:
-                    use()
-                except CkptError as error:
-                    _check_message(error)
-                    self.counts["refused"] += 1
-                else:
-                    self.counts["read"] += 1
-        except (ForbiddenError, TooSlowError) as error:
-            raise FindingError(f"{kind.__name__}: {type(error).__name__}: {error}") from None
+            with self.guard.watching(writing=writing, asking=asking):
+                yield
+        except FindingError:
+            raise
+        except MemoryError:
+            raise FindingError(f"{what}: more than {MEGABYTES} MB of memory") from None
+        except (Exception, ForbiddenError, TooSlowError) as error:
+            raise FindingError(f"{what}: {type(error).__name__}: {error}") from error
+
+    def _done(self, counted: str, call: Callable[[], object]) -> bool:
+        """Whether a call did its work; where it refuses, the error is one of ours with a proper message."""
+        try:
+            call()
+        except CkptError as error:
+            if type(error) is CkptError or not error.what or len(str(error)) > 4000:
+                raise FindingError(f"without a proper message: {type(error).__name__}: {str(error)[:200]}") from None
+            self.counts["refused"] += 1
+            return False
+        self.counts[counted] += 1
+        return True
 
     def _read(self, path: Path, *, render: bool) -> list[oracle.Row] | None:
         """Our rows, None when we refuse the file."""
-        try:
-            with _ExpectingOurErrors(), self.guard.watching():
-                try:
-                    found = ckpt_tools.inspect(path)
-                except CkptError as error:
-                    self.counts["refused"] += 1
-                    _check_message(error)
-                    return None
-                document = line(found.to_json())
-            if render:
-                _check_document(document, found)
-        except (ForbiddenError, TooSlowError) as error:
-            raise FindingError(f"inspect: {type(error).__name__}: {error}") from None
-        self.counts["read"] += 1
-        return found.tensors
+        found: list[ckpt_tools.Description] = []
+        with self._watched("inspect"):
+            if not self._done("read", lambda: found.append(ckpt_tools.inspect(path))):
+                return None
+            document = line(found[0].to_json())
+        if render:
+            _check_document(document, found[0])
+        return found[0].tensors
 
     def _convert(self, path: Path, number: int) -> None:
         name, options = _CONVERSIONS[number % len(_CONVERSIONS)]
-        target = self.folder / name
-        try:
-            with _ExpectingOurErrors(), self.guard.watching(writing=True):
-                try:
-                    ckpt_tools.convert(path, target, overwrite=True, **options)
-                except CkptError as error:
-                    _check_message(error)
-                    self._check_nothing_left(path)
-                    return
-                rows = ckpt_tools.inspect(target).tensors
-        except CkptError as error:
-            raise FindingError(f"convert {options} to {name} wrote what inspect refuses: {error}") from None
-        except (ForbiddenError, TooSlowError) as error:
-            raise FindingError(f"convert {options} to {name}: {type(error).__name__}: {error}") from None
-        self.counts["converted"] += 1
-        theirs = self._patient(oracle.torch_rows if name.endswith(".pth") else oracle.safetensors_rows, target)
-        must_load = options["objects"] == "plain" or name.endswith(".safetensors")
-        if isinstance(theirs, str) and must_load and not _is_nonsense(theirs, self._patient(oracle.torch_rows, path)):
-            raise FindingError(f"convert {options} to {name} wrote what cannot be loaded: {theirs}")
-        if not isinstance(theirs, str) and name.endswith(".pth") and (said := oracle.difference(rows, theirs)):
-            raise FindingError(f"convert {options} to {name}, read again: {said}")
-        target.unlink()
+        what, target = f"convert {options} to {name}", self.folder / name
+        with self._watched(what, writing=True):
+            done = self._done("converted", lambda: ckpt_tools.convert(path, target, overwrite=True, **options))
+            rows = ckpt_tools.inspect(target).tensors if done else []
+        if done:
+            theirs = self._patient(oracle.torch_rows if name.endswith(".pth") else oracle.safetensors_rows, target)
+            must_load = options["objects"] == "plain" or name.endswith(".safetensors")
+            if isinstance(theirs, str) and must_load and not _is_nonsense(theirs, self._patient(oracle.torch_rows, path)):
+                raise FindingError(f"{what} wrote what cannot be loaded: {theirs}")
+            if not isinstance(theirs, str) and name.endswith(".pth") and (said := oracle.difference(rows, theirs)):
+                raise FindingError(f"{what}, read again: {said}")
+            target.unlink()
         self._check_nothing_left(path)
-
-    def _check(self, path: Path) -> None:
-        """`check` tells what is wrong in a report, and reads every byte to do so."""
-        try:
-            with _ExpectingOurErrors(), self.guard.watching():
-                ckpt_tools.check(path, values=True, digest=True)
-        except (CkptError, ForbiddenError, TooSlowError) as error:
-            raise FindingError(f"check: {type(error).__name__}: {error}") from None
 
     def _repair(self, path: Path) -> None:
         """What `repair` writes can be read; it leaves the input alone."""
         before, target = path.read_bytes(), self.folder / "repaired.pth"
-        try:
-            with _ExpectingOurErrors(), self.guard.watching(writing=True):
-                try:
-                    ckpt_tools.repair(path, target, keep_damaged=len(before) % 2 == 0)
-                except CkptError as error:
-                    _check_message(error)
-                else:
-                    ckpt_tools.inspect(target)
-                    self.counts["repaired"] += 1
-        except CkptError as error:
-            raise FindingError(f"repair wrote what inspect refuses: {error}") from None
-        except (ForbiddenError, TooSlowError) as error:
-            raise FindingError(f"repair: {type(error).__name__}: {error}") from None
+        with self._watched("repair", writing=True):
+            if self._done("repaired", lambda: ckpt_tools.repair(path, target, keep_damaged=len(before) % 2 == 0)):
+                ckpt_tools.inspect(target)
         target.unlink(missing_ok=True)
         self._check_nothing_left(path)
         if path.read_bytes() != before:
             raise FindingError("repair changed its input")
 
-    def _edit_in_place(self, path: Path) -> None:
+    def _edit_in_place(self, path: Path) -> bool:
         """An edit that is refused changes nothing; one that is done leaves nothing beside it, and a file that can be read."""
-        before = path.read_bytes()
-        try:
-            with _ExpectingOurErrors(), self.guard.watching(writing=True):
-                try:
-                    ckpt_tools.edit_in_place(path, add_prefix="module.", map_location="cpu", objects="keep")
-                except CkptError as error:
-                    _check_message(error)
-                    if path.read_bytes() != before:
-                        raise FindingError("an edit in place that was refused changed the file") from None
-                    return
+        before, options = path.read_bytes(), dict[str, Any](add_prefix="module.", map_location="cpu")
+        with self._watched("an edit in place", writing=True):
+            done = self._done("edited", lambda: ckpt_tools.edit_in_place(path, objects="keep", **options))
+            if done:
                 ckpt_tools.inspect(path)
-        except CkptError as error:
-            raise FindingError(f"an edit in place wrote what inspect refuses: {error}") from None
-        except (ForbiddenError, TooSlowError) as error:
-            raise FindingError(f"edit in place: {type(error).__name__}: {error}") from None
-        self.counts["edited"] += 1
+            elif path.read_bytes() != before:
+                raise FindingError("an edit in place that was refused changed the file")
         self._check_nothing_left(path)
+        return done
 
     def _check_nothing_left(self, path: Path) -> None:
         left = [name for name in os.listdir(self.folder) if name != path.name]
@@ -235,7 +198,7 @@ class Cases:
     def _check_unhealthy(self, path: Path, refusal: str) -> None:
         """What torch, safetensors or NumPy refuses is not called healthy, where we say that it loads."""
         self.counts["asked"] += 1
-        with _ExpectingOurErrors(), self.guard.watching():
+        with self._watched("check"):
             loads, healthy = ckpt_tools.inspect(path).weights_only["loads"], ckpt_tools.check(path).exit_code == 0
         if loads and healthy and not refusal.startswith(_NOT_ASKED):
             raise FindingError(f"check calls healthy what does not load: {refusal[:300]}")
@@ -248,7 +211,7 @@ class Cases:
             if not first_of_several(path, rows, theirs):
                 raise FindingError(f"inspect, beside {loader}: {said}")
             return
-        with _ExpectingOurErrors(), self.guard.watching():
+        with self._watched("check"):
             found = ckpt_tools.check(path, digest=True).digests
         told = Counter(digest.where for digest in found)  # keys that are tensors have one path
         digests = {digest.where: digest.sha256 for digest in found if told[digest.where] == 1}
@@ -271,19 +234,6 @@ def first_of_several(path: Path, rows: list[oracle.Row], theirs: list[oracle.Row
     return not oracle.difference(first, theirs)
 
 
-class _ExpectingOurErrors:
-    """Any Exception but ours is a finding; running out of memory is one too."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, MemoryError):
-            raise FindingError(f"more than {MEGABYTES} MB of memory") from None
-        if isinstance(error, Exception) and not isinstance(error, (CkptError, FindingError)):
-            raise FindingError(f"{type(error).__name__}: {error}") from error
-
-
 def _mutated(rng: Random, name: str, data: bytes, other: bytes) -> bytes:
     """The mutation that the format suggests; now and then one that knows nothing of it."""
     pick = rng.random()
@@ -291,7 +241,7 @@ def _mutated(rng: Random, name: str, data: bytes, other: bytes) -> bytes:
         if pick < 0.12:
             return raw.mutate(rng, data, other)
         if pick < 0.22:
-            return splices.mutate(rng, data, other)
+            return raw.splice(rng, data, other)
         if data.startswith(b"PK"):
             return zips.mutate(rng, data, other if other.startswith(b"PK") else data)
         if data[8:9] == b"{" and name.endswith(".safetensors"):
@@ -299,7 +249,7 @@ def _mutated(rng: Random, name: str, data: bytes, other: bytes) -> bytes:
         if data[257:262] == b"ustar":
             return tars.mutate(rng, data, other)
         if data.startswith(b"\x93NUMPY"):
-            return arrays.mutate(rng, data, other)
+            return headers.mutate_npy(rng, data)
         if frameworks.is_one(data, name):
             return frameworks.mutate(rng, data, other)
         if data.startswith(b"\x80"):
@@ -315,11 +265,6 @@ def _is_nonsense(output: str, before: list[oracle.Row] | str) -> bool:
     Such a call stands in the input already; torch refuses that too, perhaps for something that comes before it.
     """
     return isinstance(before, str) and not output.startswith("UnpicklingError")
-
-
-def _check_message(error: CkptError) -> None:
-    if type(error) is CkptError or not error.what or len(str(error)) > 4000:
-        raise FindingError(f"an error without a proper message: {type(error).__name__}: {str(error)[:200]}")
 
 
 def _check_document(document: str, found: ckpt_tools.Description) -> None:

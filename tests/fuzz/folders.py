@@ -12,7 +12,7 @@ from random import Random
 import ckpt_tools
 from tests.formats import test_megatron as megatron
 from tests.fuzz import raw, zips
-from tests.fuzz.values import some_bytes, text
+from tests.fuzz.raw import some_bytes, text
 from tests.support import containers
 
 Files = dict[str, bytes]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 from tests.fuzz import raw
-from tests.fuzz.values import number, some_bytes, text
+from tests.fuzz.raw import number, places, put_number, some_bytes, text
 
 Token = tuple[str, bytes]  # "number", "text" (without its length), "bytes", or the head of something
 _WIDTHS = (1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8)  # of GGUF's types of values; 8 is text, 9 an array
@@ -37,7 +38,7 @@ class _Cursor:
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 8
-        self.order: str = "little" if data[4:6] != b"\0\0" else "big"
+        self.order: Any = "little" if data[4:6] != b"\0\0" else "big"
         self.tokens: list[Token] = [("bytes", data[:4]), ("number", data[4:8])]
 
     def number(self, width: int) -> int:
@@ -46,10 +47,10 @@ class _Cursor:
         self.tokens.append(("number", found))
         if not found or len(self.tokens) > _MOST:
             raise ValueError("a mutated file, whose counts lie")
-        return _int(found, self.order)
+        return int.from_bytes(found, self.order)
 
     def text(self) -> None:
-        length = _int(self.data[self.at : self.at + 8], self.order)
+        length = int.from_bytes(self.data[self.at : self.at + 8], self.order)
         self.tokens.append(("text", self.data[self.at + 8 : self.at + 8 + length]))
         self.at += 8 + length
 
@@ -64,14 +65,6 @@ class _Cursor:
             self.number(_WIDTHS[kind])
 
 
-def _int(data: bytes, order: str) -> int:
-    return int.from_bytes(data, "little" if order == "little" else "big")
-
-
-def _bytes(value: int, width: int, order: str) -> bytes:
-    return (value % (1 << 8 * width)).to_bytes(width, "little" if order == "little" else "big")
-
-
 def _gguf(rng: Random, data: bytes) -> bytes:
     cursor = _Cursor(data)
     tensors, values = cursor.number(8), cursor.number(8)
@@ -80,36 +73,29 @@ def _gguf(rng: Random, data: bytes) -> bytes:
         cursor.value(cursor.number(4))
     for _ in range(tensors):
         cursor.text()
-        for _ in range(cursor.number(4)):
-            cursor.number(8)
-        cursor.number(4)
-        cursor.number(8)
+        for width in (*[8] * cursor.number(4), 4, 8):
+            cursor.number(width)
     tokens = cursor.tokens
     for _ in range(rng.choice((1, 1, 2))):
-        _change(rng, tokens, cursor.order)
-    return b"".join(_written(rng, token, cursor.order) for token in tokens) + data[cursor.at :]
-
-
-def _change(rng: Random, tokens: list[Token], order: str) -> None:
-    at, pick = rng.randrange(len(tokens)), rng.random()
-    kind, found = tokens[at]
-    if pick < 0.1:
-        del tokens[at]
-    elif pick < 0.2:
-        tokens.insert(at, rng.choice(tokens))
-    elif kind == "number":
-        near = rng.randrange(45) if len(found) == 4 and pick < 0.5 else number(rng, _int(found, order))  # a type, perhaps
-        tokens[at] = kind, _bytes(near, len(found), order)
-    else:
-        tokens[at] = kind, text(rng).encode("utf-8", "surrogatepass") if pick < 0.8 else raw.mutate(rng, found, found)
-
-
-def _written(rng: Random, token: Token, order: str) -> bytes:
-    kind, data = token
-    if kind != "text":
-        return data
-    length = len(data) if rng.random() < 0.99 else number(rng, len(data))
-    return _bytes(length, 8, order) + data
+        at, pick = rng.randrange(len(tokens)), rng.random()
+        kind, found = tokens[at]
+        if pick < 0.2:
+            tokens[at : at + 1] = [] if pick < 0.1 else [rng.choice(tokens), tokens[at]]
+        elif kind == "number":
+            of_a_type = len(found) == 4 and pick < 0.5
+            changed = (
+                rng.randrange(45).to_bytes(4, cursor.order)
+                if of_a_type
+                else put_number(rng, found, 0, len(found), cursor.order)
+            )
+            tokens[at] = kind, changed
+        else:
+            tokens[at] = kind, text(rng).encode("utf-8", "surrogatepass") if pick < 0.8 else raw.mutate(rng, found, found)
+    out = b""
+    for kind, found in tokens:
+        length = len(found).to_bytes(8, cursor.order) if kind == "text" else b""
+        out += (length if rng.random() < 0.99 else put_number(rng, length, 0, len(length), cursor.order)) + found
+    return out + data[cursor.at :]
 
 
 # --- msgpack: items, each a head and what belongs to it
@@ -247,19 +233,8 @@ def _field(rng: Random, tag: int, data: bytes) -> bytes:
 
 
 def _blocks(rng: Random, data: bytes) -> bytes:
-    out = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
-        signature = rng.choice(_SIGNATURES)
-        places = _places(data, signature)
-        width = rng.choice((1, 1, 2, 4, 8))
-        at = (rng.choice(places) if places else 0) + rng.randrange(96)
-        if at + width <= len(out):
-            out[at : at + width] = _bytes(number(rng, _int(bytes(out[at : at + width]), "little")), width, "little")
-    return bytes(out)
-
-
-def _places(data: bytes, signature: bytes) -> list[int]:
-    found, at = [], -1
-    while (at := data.find(signature, at + 1)) >= 0:
-        found.append(at)
-    return found
+        found = places(data, rng.choice(_SIGNATURES))
+        at = (rng.choice(found) if found else 0) + rng.randrange(96)
+        data = put_number(rng, data, at, rng.choice((1, 1, 2, 4, 8)))
+    return data

@@ -11,11 +11,11 @@ from random import Random
 from typing import Any
 
 from tests.fuzz import pickles
+from tests.fuzz.raw import places, put
+from tests.hostile import pickles as opcode
 
-_MODULES, _NAMES = (
-    ("models", "torch", "collections", "builtins", "__builtin__", "os"),
-    ("Net", "run", "Size", "OrderedDict", "set"),
-)
+_MODULES = ("models", "torch", "collections", "builtins", "__builtin__", "os")
+_NAMES = ("Net", "run", "Size", "OrderedDict", "set")
 _PAIRS = (
     ("models", "Net"), ("models", "Net"), ("models", "run"), ("torch", "Size"), ("torch", "float32"), ("torch", "FloatStorage"),
     ("collections", "OrderedDict"), ("builtins", "set"), ("__builtin__", "set"), ("__builtin__", "str"), ("builtins", "list"),
@@ -37,19 +37,13 @@ _TEXTS = (
 _UNICODE = ("models", "run", "\\u0072un", "\\U00110000", "\\ud800", "\xe9", "", "Net\r", "\\", "\\u12")
 _IDS = ("storage", "\xe9", "", "1")
 _BYTES = (
-    b"models",
-    b"run",
-    b"Net",
-    b"torch",
-    b"Size",
-    b"",
-    b"\xff\xfe",
-    b"\xed\xa0\x80",
-    b"\xc3\xa9",
-    b"a\nb",
-    b"os",
-    b"x" * 300,
-)
+    b"models", b"run", b"Net", b"torch", b"Size", b"", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3\xa9", b"a\nb", b"os", b"x" * 300,
+)  # fmt: skip
+_TAKE = ((b"0", -1), (b"2", 1), (b"\x85", 0), (b"Q", 0), (b"\x98", 0), (b")R", 0), (b")\x81", 0), (b"]R", 0), (b"}b", 0))
+_TAKE_TWO = (
+    (b"\x86", -1), (b"R", -1), (b"\x81", -1), (b"b", -1), (b"a", -1), (b"\x85R", -1), (b"\x93", -1), (b"\x85\x81", -1),
+)  # fmt: skip
+_TAKE_THREE = ((b"\x87", -2), (b"s", -2), (b"}\x92", -1), (b"R0", -2), (b"\x93)R", -1))
 
 
 def make_case(seed: int, number: int) -> tuple[bytes, bool]:
@@ -100,18 +94,16 @@ class _Program:
 
     def put(self) -> None:
         rng, index = self.rng, self.memo if self.rng.random() < 0.7 else self.rng.choice((0, 1, 2, 3, 5, 255))
-        self.out.append(
-            rng.choice(
-                (
-                    b"\x94",
-                    b"\x94",
-                    b"q%c" % (index % 256),
-                    b"r" + struct.pack("<I", index if rng.random() < 0.9 else 70000),
-                    b"p%d\n" % index,
-                    b"p" + rng.choice(_INDICES).encode() + b"\n",
-                )
-            )
+        far = struct.pack("<I", index if rng.random() < 0.9 else 70000)
+        ways = (
+            b"\x94",
+            b"\x94",
+            b"q%c" % (index % 256),
+            b"r" + far,
+            b"p%d\n" % index,
+            b"p%b\n" % rng.choice(_INDICES).encode(),
         )
+        self.out.append(rng.choice(ways))
         self.memo = max(self.memo, index + 1)
         if rng.random() < 0.2:
             self.out.append(b"0")
@@ -133,9 +125,8 @@ class _Program:
             self.out.append(b"i%s\n%s\n" % (module.encode(), name.encode()))
             self.depth = self.marks.pop() + 1
         else:
-            self.push(
-                rng.choice((b"\x82\x07", b"\x83\x07\0", b"\x84\x07\0\0\0", b"\x82\x01", b"\x82\0", b"\x84\xff\xff\xff\xff"))
-            )
+            extensions = (b"\x82\x07", b"\x83\x07\0", b"\x84\x07\0\0\0", b"\x82\x01", b"\x82\0", b"\x84\xff\xff\xff\xff")
+            self.push(rng.choice(extensions))
 
     def step(self) -> None:
         rng, pick = self.rng, self.rng.random()
@@ -151,15 +142,8 @@ class _Program:
             self.close()
         elif pick < 0.76 and self.memo:
             index = rng.randrange(self.memo)
-            code = rng.choice(
-                (
-                    b"h%c" % (index % 256),
-                    b"j" + struct.pack("<I", index),
-                    b"g%d\n" % index,
-                    b"g" + rng.choice(_INDICES).encode() + b"\n",
-                )
-            )
-            self.push(code)
+            near, far, line = b"h%c" % (index % 256), b"j" + struct.pack("<I", index), b"g%b\n" % rng.choice(_INDICES).encode()
+            self.push(rng.choice((near, far, b"g%d\n" % index, line)))
         elif pick < 0.78 and here >= 1:
             self.put()
         elif here >= 1 or pick > 0.99:
@@ -167,32 +151,8 @@ class _Program:
 
     def combine(self, here: int) -> None:
         """An opcode that takes from the stack."""
-        rng = self.rng
-        codes = [
-            (b"0", -1),
-            (b"2", 1),
-            (b"\x85", 0),
-            (b"Q", 0),
-            (b"\x98", 0),
-            (b")R", 0),
-            (b")\x81", 0),
-            (b"]R", 0),
-            (b"}b", 0),
-        ]
-        if here >= 2:
-            codes += [
-                (b"\x86", -1),
-                (b"R", -1),
-                (b"\x81", -1),
-                (b"b", -1),
-                (b"a", -1),
-                (b"\x85R", -1),
-                (b"\x93", -1),
-                (b"\x85\x81", -1),
-            ]
-        if here >= 3:
-            codes += [(b"\x87", -2), (b"s", -2), (b"}\x92", -1), (b"R0", -2), (b"\x93)R", -1)]
-        code, change = rng.choice(codes)
+        codes = _TAKE + (_TAKE_TWO if here >= 2 else ()) + (_TAKE_THREE if here >= 3 else ())
+        code, change = self.rng.choice(codes)
         self.out.append(code)
         self.depth += change
 
@@ -206,17 +166,9 @@ class _Program:
 
 def _text(rng: Random, text: str) -> bytes:
     data = text.encode()
-    return rng.choice(
-        (
-            b"\x8c%c%s" % (len(data), data),
-            b"X" + struct.pack("<I", len(data)) + data,
-            b"\x8d" + struct.pack("<Q", len(data)) + data,
-            b"V" + data + b"\n",
-            b"U%c%s" % (len(data), data),
-            b"T" + struct.pack("<I", len(data)) + data,
-            b"S'" + data + b"'\n",
-        )
-    )
+    size, long = bytes((len(data),)), struct.pack("<I", len(data))
+    heads = (b"\x8c" + size, b"X" + long, b"\x8d" + struct.pack("<Q", len(data)), b"U" + size, b"T" + long)
+    return rng.choice((*(head + data for head in heads), b"V" + data + b"\n", b"S'" + data + b"'\n"))
 
 
 def _value(rng: Random) -> bytes:
@@ -256,12 +208,9 @@ def _framed(rng: Random, ops: list[bytes]) -> list[bytes]:
 # --- what is put wrong
 
 
-def _insert_frame(rng: Random, data: bytes) -> bytes:
-    at, length = (
-        rng.randrange(len(data) + 1),
-        rng.choice((0, 1, 2, 4, 9, rng.randrange(60), rng.randrange(len(data) + 20), 2**40, 2**64 - 1)),
-    )
-    return data[:at] + _frame(length) + data[at:]
+def _frame_somewhere(rng: Random, data: bytes) -> bytes:
+    lengths = (0, 1, 2, 4, 9, rng.randrange(60), rng.randrange(len(data) + 20), 2**40, 2**64 - 1)
+    return put(rng, data, _frame(rng.choice(lengths)), (0,))
 
 
 def _frame_between(rng: Random, data: bytes) -> bytes:
@@ -271,51 +220,25 @@ def _frame_between(rng: Random, data: bytes) -> bytes:
         return data
     at = rng.randrange(len(ops))
     rest = b"".join(ops[at:]) + tail
-    length = rng.choice(
-        (
-            rng.randrange(30),
-            len(b"".join(ops[at : at + rng.randint(1, 8)])) + rng.choice((0, 0, -1, 1, -3)),
-            len(rest),
-            len(rest) + 9,
-        )
-    )
-    return b"".join(ops[:at]) + _frame(length) + rest
-
-
-def _cut(rng: Random, data: bytes) -> bytes:
-    return data[: rng.randrange(len(data) + 1)]
-
-
-def _cut_line(rng: Random, data: bytes) -> bytes:
-    """The end in the middle of a line."""
-    return data + rng.choice(
-        (b"(imodels\nrunx", b"(imodels\n", b"(imodels", b"cmodels\nNetx", b"(S'a'\nios\nsystem.", b"Pax", b"V", b"cmodels\nNet")
-    )
+    some = len(b"".join(ops[at : at + rng.randint(1, 8)])) + rng.choice((0, 0, -1, 1, -3))
+    return b"".join(ops[:at]) + _frame(rng.choice((rng.randrange(30), some, len(rest), len(rest) + 9))) + rest
 
 
 def _drop_line_feed(rng: Random, data: bytes) -> bytes:
-    places = [at for at, byte in enumerate(data) if byte == 10]
-    if not places:
-        return data
-    at = rng.choice(places)
+    found = places(data, b"\n")
+    at = rng.choice(found) if found else len(data)
     return data[:at] + rng.choice((b"", b"\r", b"\r\n", b" ")) + data[at + 1 :]
 
 
-def _behind(rng: Random, data: bytes) -> bytes:
-    return data + rng.choice((b".", b"N.", b"\n", bytes(9), b"cmodels\nrun\n)R.", b"garbage", _frame(3) + b"N..", b"h\0."))
-
-
-def _byte(rng: Random, data: bytes) -> bytes:
-    at = rng.randrange(len(data) + 1)
-    return data[:at] + bytes((rng.randrange(256),)) + data[at + rng.randrange(2) :]
-
-
-def _without_protocol(rng: Random, data: bytes) -> bytes:
-    return data[2:] if data[:1] == b"\x80" else data
-
-
+_CUT_LINES = (
+    b"(imodels\nrunx", b"(imodels\n", b"(imodels", b"cmodels\nNetx", b"(S'a'\nios\nsystem.", b"Pax", b"V", b"cmodels\nNet",
+)  # fmt: skip
+_BEHIND = (b".", b"N.", b"\n", bytes(9), b"cmodels\nrun\n)R.", b"garbage", _frame(3) + b"N..", b"h\0.")
 _DAMAGES: tuple[Callable[[Random, bytes], bytes], ...] = (
-    _insert_frame, _frame_between, _frame_between, _cut, _cut_line, _drop_line_feed, _behind, _byte, _without_protocol,
+    _frame_somewhere, _frame_between, _frame_between, _drop_line_feed,
+    lambda rng, data: data[: rng.randrange(len(data) + 1)], lambda rng, data: data + rng.choice(_CUT_LINES),
+    lambda rng, data: data + rng.choice(_BEHIND), lambda rng, data: put(rng, data, bytes((rng.randrange(256),))),
+    lambda rng, data: data[2:] if data[:1] == b"\x80" else data,
 )  # fmt: skip
 
 
@@ -329,22 +252,13 @@ class _Net:
 @cache
 def _genuine() -> list[bytes]:
     """Pickles as they are written, of every protocol."""
-    net, text = _Net([1, "a", b"b" * 70]), "layer.weight"
+    net, name = _Net([1, "a", b"b" * 70]), "layer.weight"
     values = (
-        {"a": [1, 2.5, None, True, (1, 2)], text: {text: (text, text)}},
+        {"a": [1, 2.5, None, True, (1, 2)], name: {name: (name, name)}},
         OrderedDict([("w", net), ("v", [net, net])]),
         [{1, 2}, frozenset((3, "x")), bytearray(b"abc"), b"\0\xff", "é\ud800", 2**70, -5, float("nan")],
         ["".join(map(chr, range(65, 90))) * 20, [OrderedDict(), net.state] * 30],
     )
-    found = []
-    for value in values:
-        for protocol in range(6):
-            data = pickle.dumps(value, protocol)
-            found.append(data.replace(b"ctests.fuzz.opcode_programs\n_Net\n", b"cmodels\nNet\n"))
-    return [data for data in found if b"_Net" not in data] + [_MODEL]
-
-
-_MODEL = (
-    b"\x80\x02}q\0(X\x01\0\0\0wq\1ctorch._utils\n_rebuild_tensor_v2\nq\2((X\x07\0\0\0storageq\3ctorch\nFloatStorage\nq\4X\1\0\0\x000q\5"
-    b"X\3\0\0\0cpuq\6K\2tq\7QK\0K\2\x85q\x08K\1\x85q\x09\x89ccollections\nOrderedDict\nq\n)Rq\x0btq\x0cRq\ru."
-)
+    written = [pickle.dumps(value, protocol) for value in values for protocol in range(6)]
+    found = [data.replace(b"ctests.fuzz.opcode_programs\n_Net\n", b"cmodels\nNet\n") for data in written]
+    return [*(data for data in found if b"_Net" not in data), opcode.pickle(opcode.dict_of(w=opcode.tensor()))]

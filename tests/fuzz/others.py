@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 import ckpt_tools
 from tests.fuzz import beside, folders, headers, raw
-from tests.fuzz.values import number, text
+from tests.fuzz.raw import number, text
 
 _PLAN = """format = "ckpt-plan-1"
 drop = ["c.weight"]

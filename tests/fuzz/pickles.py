@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickletools
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from random import Random
 
-from tests.fuzz.values import number, some_bytes, text
+from tests.fuzz.raw import number, some_bytes, text
+from tests.hostile import pickles as opcode
 
 GLOBALS = (
     "collections OrderedDict", "collections Counter", "collections defaultdict", "collections deque", "builtins set",
@@ -59,9 +61,35 @@ def mutate(rng: Random, data: bytes, other: bytes) -> bytes:
     if not ops:
         return data
     for _ in range(rng.choice((1, 1, 1, 2, 2, 4))):
-        rng.choice(_MUTATIONS)(rng, ops, opcodes(other)[0] or found)
+        kind = rng.choice(_MUTATIONS)
+        if isinstance(kind, str):
+            _mutate_opcodes(rng, kind, ops, opcodes(other)[0] or found)
+        else:
+            kind(rng, ops)
         ops = ops or [b"."]
     return b"".join(ops) + tail
+
+
+def _mutate_opcodes(rng: Random, kind: str, ops: list[bytes], other: tuple[bytes, ...]) -> None:
+    at = _place(rng, ops)
+    if kind == "delete":
+        del ops[at : at + rng.choice((1, 1, 1, 2, 5, 30))]
+    elif kind == "duplicate":
+        ops[at:at] = ops[at : at + rng.choice((1, 1, 2, 10, 33))] * rng.choice((1, 1, 1, 5))
+    elif kind == "swap":
+        two = min(len(ops) - 1, at + 1) if rng.random() < 0.6 else _place(rng, ops)
+        ops[at], ops[two] = ops[two], ops[at]
+    elif kind in ("replace", "insert"):
+        ops[at : at + (kind == "replace")] = [rng.choice(_SNIPPETS)]
+    elif kind == "splice":
+        begin = rng.randrange(len(other))
+        ops[at : at + rng.choice((0, 0, 1, 5))] = other[begin : begin + rng.choice((1, 3, 10, 40))]
+    elif kind == "cut":
+        ops[at:] = [b"."] if rng.random() < 0.7 else []
+    elif kind == "argument":
+        while at < len(ops) and (changed := changed_argument(rng, ops[at])) is None:
+            at += 1
+        ops[at : at + 1] = [changed] if at < len(ops) and changed is not None else []
 
 
 def _place(rng: Random, ops: list[bytes]) -> int:
@@ -72,67 +100,22 @@ def _place(rng: Random, ops: list[bytes]) -> int:
     return rng.randrange(max(0, len(ops) - 30), len(ops)) if pick < 0.5 else rng.randrange(len(ops))
 
 
-def _delete(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
-    at = _place(rng, ops)
-    del ops[at : at + rng.choice((1, 1, 1, 2, 5, 30))]
-
-
-def _duplicate(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
-    at = _place(rng, ops)
-    ops[at:at] = ops[at : at + rng.choice((1, 1, 2, 10, 33))] * rng.choice((1, 1, 1, 5))
-
-
-def _swap(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
-    one, two = _place(rng, ops), _place(rng, ops)
-    if rng.random() < 0.6:
-        two = min(len(ops) - 1, one + 1)
-    ops[one], ops[two] = ops[two], ops[one]
-
-
-def _replace(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
-    ops[_place(rng, ops)] = rng.choice(_SNIPPETS)
-
-
-def _insert(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
-    ops.insert(_place(rng, ops), rng.choice(_SNIPPETS))
-
-
-def _splice(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
-    at, begin = _place(rng, ops), rng.randrange(len(other))
-    ops[at : at + rng.choice((0, 0, 1, 5))] = other[begin : begin + rng.choice((1, 3, 10, 40))]
-
-
-def _cut(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
-    del ops[_place(rng, ops) :]
-    if rng.random() < 0.7:
-        ops.append(b".")
-
-
-def _argument(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
-    for _ in range(20):
-        at = _place(rng, ops)
-        changed = changed_argument(rng, ops[at])
-        if changed is not None:
-            ops[at] = changed
-            return
-
-
-def _numbers(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
+def _numbers(rng: Random, ops: list[bytes]) -> None:
     """Sizes, strides, offsets: the numbers of one tensor."""
     places = [at for at, op in enumerate(ops) if op[:1] in (b"K", b"M", b"J", b"\x8a")]
     for at in rng.sample(places, min(len(places), rng.choice((1, 1, 2, 4)))):
-        ops[at] = _small(rng) if rng.random() < 0.6 else _integer(number(rng))
+        ops[at] = _integer(rng.randrange(8)) if rng.random() < 0.6 else _integer(number(rng))
 
 
-def _texts(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
+def _texts(rng: Random, ops: list[bytes]) -> None:
     """Names, storage keys, device tags: of one text, or the same text in the place of two."""
     places = [at for at, op in enumerate(ops) if op[:1] in (b"X", b"\x8c")]
     if places:
         at = rng.choice(places)
-        ops[at] = ops[rng.choice(places)] if rng.random() < 0.4 else _unicode(text(rng))
+        ops[at] = ops[rng.choice(places)] if rng.random() < 0.4 else opcode.text(text(rng))
 
 
-def _globals(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
+def _globals(rng: Random, ops: list[bytes]) -> None:
     places = [at for at, op in enumerate(ops) if op[:1] == b"c"]
     new = rng.choice(GLOBALS).encode().replace(b" ", b"\n")
     if places and rng.random() < 0.15:  # the same text, cut elsewhere
@@ -146,15 +129,12 @@ def _globals(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
         ops.insert(_place(rng, ops), b"c" + new + b"\n")
 
 
-def _wrap(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
+def _wrap(rng: Random, ops: list[bytes]) -> None:
     """A value becomes the argument of a call, or the state of an object."""
     module, name = rng.choice(GLOBALS).encode().split(b" ", 1)
     at = _place(rng, ops)
-    before, after = rng.choice(
-        ((b"", b"\x85R"), (b"", b"\x85\x81"), (b")\x81", b"b"), (b")R", b"b"), (b"]", b"e"), (b"", b"b"))
-    )
-    if after == b"e":
-        before, after = b"(", b"tR"
+    ways = ((b"", b"\x85R"), (b"", b"\x85\x81"), (b")\x81", b"b"), (b")R", b"b"), (b"(", b"tR"), (b"", b"b"))
+    before, after = rng.choice(ways)
     ops[at:at] = [b"c" + module + b"\n" + name + b"\n" + before]
     ops.insert(min(len(ops), at + 1 + rng.randrange(4)), after)
 
@@ -166,14 +146,14 @@ _KEYS = (
 )  # fmt: skip
 
 
-def _keys(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
+def _keys(rng: Random, ops: list[bytes]) -> None:
     """Names become keys that may be equal to one another."""
     places = [at for at, op in enumerate(ops) if op[:1] in (b"X", b"\x8c")]
     for at in rng.sample(places, min(len(places), rng.choice((1, 2, 2, 4)))):
         ops[at] = rng.choice(_KEYS)
 
 
-def _memo(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
+def _memo(rng: Random, ops: list[bytes]) -> None:
     places = [at for at, op in enumerate(ops) if op[:1] in (b"q", b"r", b"h", b"j")]
     if places:
         at = rng.choice(places)
@@ -189,7 +169,7 @@ def changed_argument(rng: Random, op: bytes) -> bytes | None:
     if code in (b"K", b"M", b"J", b"\x8a"):
         return _integer(number(rng, int.from_bytes(op[1:3], "little")))
     if code in (b"X", b"\x8c"):
-        return _unicode(text(rng)) if rng.random() < 0.8 else code + some_bytes(rng) + op[2:]
+        return opcode.text(text(rng)) if rng.random() < 0.8 else code + some_bytes(rng) + op[2:]
     if code == b"c":
         return b"c" + rng.choice(GLOBALS).encode().replace(b" ", b"\n") + b"\n"
     if code == b"G":
@@ -199,25 +179,13 @@ def changed_argument(rng: Random, op: bytes) -> bytes | None:
     return None
 
 
-def _small(rng: Random) -> bytes:
-    return bytes((0x4B, rng.randrange(8)))
-
-
 def _integer(value: int) -> bytes:
     if 0 <= value < 256:
         return bytes((0x4B, value))
-    if -(2**31) <= value < 2**31:
-        return b"J" + struct.pack("<i", value)
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes((len(data),)) + data
+    return b"J" + struct.pack("<i", value) if -(2**31) <= value < 2**31 else opcode.integer(value)
 
 
-def _unicode(value: str) -> bytes:
-    data = value.encode("utf-8", "surrogatepass")
-    return b"X" + struct.pack("<I", len(data)) + data
-
-
-_MUTATIONS = (
-    _delete, _duplicate, _swap, _replace, _insert, _splice, _cut, _argument, _argument, _numbers, _numbers, _texts, _texts,
-    _globals, _globals, _wrap, _memo, _keys,
+_MUTATIONS: tuple[str | Callable[[Random, list[bytes]], None], ...] = (
+    "delete", "duplicate", "swap", "replace", "insert", "splice", "cut", "argument", "argument", _numbers, _numbers, _texts,
+    _texts, _globals, _globals, _wrap, _memo, _keys,
 )  # fmt: skip

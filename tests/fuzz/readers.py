@@ -11,24 +11,25 @@ import contextlib
 import copyreg
 import io
 import itertools
-import json
 import pickle
 import re
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import warnings
-import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch._weights_only_unpickler as restricted
+
 import ckpt_tools
 from ckpt_tools.pickling.machine import python3_name
 from tests.fuzz.opcode_programs import make_case
+from tests.fuzz.worker import MEMORY, said, say
+from tests.hostile.zips import torch_zip
 
 _SECONDS, _MEMORY = 10, 3 << 30  # of one case, in which the hash of nested tuples may take for ever; of all
 _LOADS = 5  # pickles one behind another, as torch reads them
@@ -38,6 +39,7 @@ _REAL = {
     ("collections", "OrderedDict"): OrderedDict, ("builtins", "set"): set, ("builtins", "frozenset"): frozenset,
     ("builtins", "str"): str, ("builtins", "tuple"): tuple, ("builtins", "list"): list,
 }  # fmt: skip
+_NAMES = set(restricted._get_allowed_globals())
 _STORAGES = ("FloatStorage", "ByteStorage", "HalfStorage")  # torch imports nothing for these
 _EXTENDED = ("models", "extended")
 _OURS = ("models", "os")  # a call of anything in these is dangerous
@@ -137,14 +139,12 @@ def _load(kind: Any, file: Any, record: Record) -> None:
     reader.load()
 
 
-class _Allowed:
+class _Allowed(dict[str, Any]):
     """torch's table of names, of which each is a stub."""
 
     def __init__(self, names: set[str], record: Record) -> None:
-        self.names, self.record = names, record
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
+        super().__init__(dict.fromkeys(names))
+        self.record = record
 
     def __getitem__(self, name: str) -> Any:
         return self.record.stub(*name.rpartition(".")[::2])
@@ -159,21 +159,12 @@ class _Values:
         return isinstance(value, _Inert) or value in _REAL.values()
 
 
-def _torch_reader() -> Callable[[Any, Record], None] | None:
-    """torch's weights_only, if torch is here."""
-    try:
-        import torch._weights_only_unpickler as restricted
-    except ImportError:
-        return None
-    names = set(restricted._get_allowed_globals())
-
-    def load(file: Any, record: Record) -> None:
-        restricted._get_allowed_globals = lambda: _Allowed(names, record)  # type: ignore[assignment]
-        reader = restricted.Unpickler(file, encoding="utf-8")
-        reader.persistent_load = lambda pid: _held(None, pid)  # type: ignore[method-assign]
-        reader.load()
-
-    return load
+def _load_restricted(file: Any, record: Record) -> None:
+    """torch's weights_only."""
+    restricted._get_allowed_globals = lambda: _Allowed(_NAMES, record)  # type: ignore[assignment]
+    reader = restricted.Unpickler(file, encoding="utf-8")
+    reader.persistent_load = lambda pid: _held(None, pid)  # type: ignore[method-assign]
+    reader.load()
 
 
 class Readers:
@@ -186,10 +177,8 @@ class Readers:
             "C": (io.BytesIO, lambda file, record: _load(_InC, file, record)),
             "C with peek": (_with_peek, lambda file, record: _load(_InC, file, record)),
             "Python": (io.BytesIO, lambda file, record: _load(_InPython, file, record)),
+            "torch": (io.BytesIO, _load_restricted),
         }
-        restricted = _torch_reader()
-        if restricted is not None:
-            self.all["torch"] = (io.BytesIO, restricted)
 
     def read(self, data: bytes, loads: int) -> Iterator[tuple[str, Record]]:
         """What each of them resolves and does."""
@@ -210,18 +199,9 @@ def _with_peek(data: bytes) -> Any:
     return io.BufferedReader(io.BytesIO(data), 8192 if len(data) % 2 else 16)
 
 
-def zipped(data: bytes) -> bytes:
-    """A torch-zip with this pickle."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("a/data.pkl", data)
-        archive.writestr("a/version", b"3")
-    return file.getvalue()
-
-
 def compare(path: Path, data: bytes, *, in_zip: bool, readers: Readers) -> str:
     """What a reader resolves or does and `scan` does not show; empty where there is nothing."""
-    path.write_bytes(zipped(data) if in_zip else data)
+    path.write_bytes(torch_zip(data) if in_zip else data)
     safety = ckpt_tools.scan(path)[0].safety
     if safety.verdict in ("dangerous", "unexamined"):
         return ""
@@ -251,24 +231,19 @@ def work(seed: int, first: int, count: int) -> None:
     readers = Readers()
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        path = Path(folder, "case")
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         for number in range(first, first + count):
             data, in_zip = make_case(seed, number)
-            _say({"at": number})
+            say({"at": number})
             signal.alarm(_SECONDS)
             try:
-                said = compare(path, data, in_zip=in_zip, readers=readers)
+                found = compare(Path(folder, "case"), data, in_zip=in_zip, readers=readers)
             except Exception as error:
-                said = f"{type(error).__name__}: {error}"
+                found = f"{type(error).__name__}: {error}"
             signal.alarm(0)
-            if said:
-                _say({"case": number, "found": said, "data": repr(data), "in_zip": in_zip})
-    _say({"done": count, "readings": count * len(readers.all)})
-
-
-def _say(row: dict[str, Any]) -> None:
-    print(json.dumps(row), flush=True)
+            if found:
+                say({"case": number, "found": found, "data": repr(data), "in_zip": in_zip})
+    say({"done": count, "readings": count * len(readers.all)})
 
 
 def main() -> int:
@@ -282,29 +257,23 @@ def main() -> int:
     total: Counter[str] = Counter()
     while first < last:
         count, at = min(_A_WORKER, last - first), first
-        command = [sys.executable, "-c", f"from tests.fuzz.readers import work; work({options.seed}, {first}, {count})"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
-            assert worker.stdout is not None
-            for row in map(json.loads, worker.stdout):
-                at = row.get("at", at)
-                if "found" in row:
-                    total["findings"] += 1
-                    print(
-                        f"--seed {options.seed} --first {row['case']}: {row['found']}\n{row['data']} {row['in_zip']}",
-                        flush=True,
-                    )
-                elif "done" in row:
-                    total.update(cases=row["done"], readings=row["readings"])
-                    at = first + count
-        if at < first + count:  # the hash of a key takes for ever, in C, where nothing else ends it
-            total["cases that were ended"] += 1
-            print(f"--seed {options.seed} --first {at}: ended", flush=True)
-            total.update(cases=at - first, readings=4 * (at - first))
-            at += 1
+        for row in said("tests.fuzz.readers", "work", options.seed, first, count):
+            at = row.get("at", at)
+            if "found" in row:
+                total["findings"] += 1
+                what = f"{row['found']}\n{row['data']} {row['in_zip']}"
+                print(f"--seed {options.seed} --first {row['case']}: {what}", flush=True)
+            elif "done" in row:
+                total.update(cases=row["done"], readings=row["readings"])
+                at = first + count
+            elif "ended" in row and at < first + count:  # the hash of a key takes for ever, in C, where nothing else ends it
+                total.update({"cases that were ended": 1, "cases": at - first, "readings": 4 * (at - first)})
+                print(f"--seed {options.seed} --first {at}: ended", flush=True)
+                at += 1
         first = at
         print(f"at {first}: {dict(total)}", flush=True)
     return 1 if total["findings"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(work(*map(int, sys.argv[2:])) if sys.argv[1:2] == ["work"] else main())  # type: ignore[func-returns-value]

@@ -8,33 +8,54 @@ import faulthandler
 import gc
 import importlib
 import json
-import pkgutil
+import os
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import ckpt_tools
 from tests.fuzz import beside, folders, samples
 from tests.fuzz.cases import Cases
 from tests.fuzz.guard import FindingError, Guard
+from tests.support.commands import import_all
+
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def said(module: str, *arguments: object) -> Iterator[dict[str, Any]]:
+    """What a worker says, line by line, until it ends in one way or the other."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # else every thread takes 64 MB of the address space that it may have
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as worker,
+    ):
+        assert worker.stdout is not None
+        yield from map(json.loads, worker.stdout)
+        errors.seek(0)
+        yield {"ended": worker.wait(), "trace": errors.read()[-2000:]}
+
+
+def say(row: dict[str, object]) -> None:
+    """A line of it."""
+    print(json.dumps(row), flush=True)
 
 
 def main(seed: int, first: int, count: int, seconds: float, convert_every: int, only: str) -> None:
     """Try cases. JSON lines say which case is next, who is given the file, what was found, and at the end how many."""
     warnings.simplefilter("ignore")
     faulthandler.enable()
-    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=memory) as name:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         folder = Path(name)
         folders.samples()
         beside.signed()
-        cases = Cases(samples.make(folder), seed, folder, Guard(name), lambda who: _say({"asking": who}), only)
-        for module in pkgutil.walk_packages(ckpt_tools.__path__, "ckpt_tools."):
-            if not module.name.endswith("__main__"):
-                importlib.import_module(module.name)
+        cases = Cases(samples.make(folder), seed, folder, Guard(name), lambda who: say({"asking": who}), only)
+        import_all()
         gc.set_threshold(700, 10, 10)  # the command line makes it rare, for a process of one file
         for library in ("h5py", "gguf"):  # they read what Keras writes, and GGML's blocks
             with contextlib.suppress(ImportError):
@@ -42,31 +63,21 @@ def main(seed: int, first: int, count: int, seconds: float, convert_every: int, 
         for codec in ("utf-32-le", "utf-32-be", "idna"):  # of text in arrays, of names of hosts; one module each
             codecs.lookup(codec)
         for number in range(-300, 0):  # whatever is imported late is imported now
-            _try(cases, number, convert=True, quiet=True)
+            with contextlib.suppress(FindingError):
+                cases.try_one(number, convert=True)
         cases.guard.armed = True
         cases.guard.limit_memory()
-        cases.counts = dict.fromkeys(cases.counts, 0)
-        stop = time.monotonic() + seconds
-        number = first
+        cases.counts.clear()
+        stop, number = time.monotonic() + seconds, first
         while number < first + count and time.monotonic() < stop:
-            _say({"at": number})
-            _try(cases, number, convert=number % convert_every == 0)
+            say({"at": number})
+            try:
+                cases.try_one(number, convert=number % convert_every == 0)
+            except FindingError as error:
+                trace = "".join(traceback.format_exception(error.__cause__)[-3:]) if error.__cause__ else ""
+                say({"found": str(error)[:1000], "case": number, "trace": trace})
             number += 1
-        _say({"done": number - first, "counts": cases.counts})
-
-
-def _try(cases: Cases, number: int, *, convert: bool, quiet: bool = False) -> None:
-    try:
-        cases.try_one(number, convert=convert)
-    except FindingError as error:
-        if not quiet:
-            trace = "".join(traceback.format_exception(error.__cause__)[-3:]) if error.__cause__ else ""
-            _say({"found": str(error)[:1000], "case": number, "trace": trace})
-
-
-def _say(document: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(document) + "\n")
-    sys.stdout.flush()
+        say({"done": number - first, "counts": cases.counts})
 
 
 if __name__ == "__main__":

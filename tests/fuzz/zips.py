@@ -5,15 +5,14 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-import zlib
 from dataclasses import replace
 from functools import lru_cache
 from random import Random
 from typing import Any
 
-from tests.fuzz import arrays, headers, pickles, raw
-from tests.fuzz.values import NUMBERS, number, some_bytes
-from tests.hostile.zips import Rec, build
+from tests.fuzz import headers, pickles, raw
+from tests.fuzz.raw import NUMBERS, places, put_number, some_bytes
+from tests.hostile.zips import Rec, build, deflated
 
 # signature -> where in the header its fields are, each (offset, bytes)
 _FIELDS = {
@@ -44,14 +43,25 @@ def mutate(rng: Random, data: bytes, other: bytes) -> bytes:
     """A mutation of a zip; `other` is a second one."""
     pick = rng.random()
     if pick < 0.2:
-        return _field(rng, data)
+        return _fields(rng, data)
     rows = [replace(row) for row in records(data)]
-    if pick < 0.7:
+    if pick < 0.65:
         _mutate_contents(rng, rows, records(other))
+    elif pick < 0.7:
+        rows = _together(rng, rows, records(other))
     else:
-        for _ in range(rng.choice((1, 1, 2))):
-            rng.choice(_RECORDS)(rng, rows, records(other))
+        for _ in range(rng.choice((1, 1, 2)) if rows else 0):
+            _mutate_records(rng, rows, records(other))
     return build(rows, **(_lies(rng) if rng.random() < 0.08 else {}))
+
+
+def _fields(rng: Random, data: bytes) -> bytes:
+    """Numbers in the headers as they stand in the file."""
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        signature = rng.choice(list(_FIELDS))
+        found, (offset, width) = places(data, signature), rng.choice(_FIELDS[signature])
+        data = put_number(rng, data, rng.choice(found) + offset, width) if found else data
+    return data
 
 
 def _mutate_contents(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
@@ -61,10 +71,21 @@ def _mutate_contents(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> N
             row.data = pickles.mutate(rng, row.data, other) if rng.random() < 0.95 else raw.mutate(rng, row.data, other)
         elif row.name.endswith((b"_weights_config.json", b"/model.json", b"_constants_config.json")):
             row.data = headers.mutate_json(rng, row.data)
-        elif row.name.endswith(b".py"):
-            row.data = _code(rng, row.data)
+        elif row.name.endswith(b".py"):  # the code of a program with something else in it
+            for _ in range(rng.choice((1, 1, 2, 5))):
+                at = rng.choice([row.data.find(b"__") + 1, row.data.find(b'"') + 1, rng.randrange(len(row.data) + 1)])
+                row.data = row.data[:at] + rng.choice(_TOKENS) + row.data[at + rng.choice((0, 1, 8)) :]
         elif row.name.endswith(b".npy"):
-            row.data = arrays.mutate(rng, row.data, row.data)
+            row.data = headers.mutate_npy(rng, row.data)
+
+
+def _together(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> list[Rec]:
+    """Two archives unpacked into one, under one root or two."""
+    root = rng.choice((b"archive", b"b", b"ARCHIVE"))
+    mixed = rows + [Rec(root + b"/" + row.name.partition(b"/")[2], row.data) for row in others]
+    if rng.random() < 0.5:
+        rng.shuffle(mixed)
+    return list({row.name: row for row in mixed}.values())
 
 
 _TOKENS = (
@@ -72,107 +93,39 @@ _TOKENS = (
     b"\xff", b'"' * 40, b'\\"' * 40, b"  __parameters__ = []\n" * 3, b"\x1b[1m", b"  evil : Tensor\n", b": Tensor", b": int",
     b"  def __setstate__(self: __torch__.M,\n    state: Dict[str, Tensor]) -> NoneType:\n    return None\n",
 )  # fmt: skip
+_KINDS = ("shuffle", "drop", "twice", "foreign", "rename", "local", "central", "extra", "deflate", "content", "content", "hide")
 
 
-def _code(rng: Random, data: bytes) -> bytes:
-    """The code of a program with something else in it."""
-    for _ in range(rng.choice((1, 1, 2, 5))):
-        at = rng.choice([data.find(b"__") + 1, data.find(b'"') + 1, rng.randrange(len(data) + 1)])
-        data = data[:at] + rng.choice(_TOKENS) + data[at + rng.choice((0, 1, 8)) :]
-    return data
-
-
-def _field(rng: Random, data: bytes) -> bytes:
-    """Numbers in the headers as they stand in the file."""
-    out = bytearray(data)
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        signature = rng.choice(list(_FIELDS))
-        places = []
-        at = -1
-        while (at := data.find(signature, at + 1)) >= 0:
-            places.append(at)
-        if places:
-            offset, width = rng.choice(_FIELDS[signature])
-            at = rng.choice(places) + offset
-            value = number(rng, int.from_bytes(out[at : at + width], "little")) % (1 << 8 * width)
-            out[at : at + width] = value.to_bytes(width, "little")[: max(0, len(out) - at)]
-    return bytes(out)
+def _mutate_records(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
+    kind, at, row = rng.choice(_KINDS), rng.randrange(len(rows) + 1), rng.choice(rows)
+    if kind == "shuffle":
+        rng.shuffle(rows)
+    elif kind == "drop" and len(rows) > 1:
+        rows.remove(row)
+    elif kind in ("twice", "foreign"):
+        rows.insert(at, replace(row if kind == "twice" or not others else rng.choice(others)))
+    elif kind == "rename":
+        row.name = rng.choice((*_NAMES, row.name.upper(), row.name + b"/", row.name[:-1], b"x/" + row.name))
+    elif kind == "local":
+        key = rng.choice(("name", "method", "flags", "crc", "size", "compressed", "extra", "magic"))
+        values = {"name": rng.choice(_NAMES), "extra": some_bytes(rng), "magic": b"PK\x03\x05"}
+        row.local = {key: values.get(key, rng.choice(NUMBERS) % (2**16 if key in ("method", "flags") else 2**32))}
+    elif kind == "central":
+        key = rng.choice(("method", "flags", "crc", "size", "compressed", "attributes", "header", "disk"))
+        setattr(row, key, rng.choice(NUMBERS) % (2**16 if key in ("method", "flags", "disk") else 2**32))
+    elif kind == "extra":
+        body = b"".join(struct.pack("<Q", rng.choice(NUMBERS) % 2**64) for _ in range(rng.randrange(5)))
+        row.extra = struct.pack("<2H", rng.choice((1, 0x4246, 0x7075)), len(body) + rng.choice((0, 0, 1))) + body
+    elif kind == "deflate":
+        packed = deflated(row.name, row.data)
+        vars(row).update(vars(packed), data=packed.data if rng.random() < 0.6 else raw.mutate(rng, packed.data, row.data))
+    elif kind == "content":
+        row.data = rng.choice(_SMALL) if len(row.data) < 41 else raw.mutate(rng, row.data, row.data)
+    elif kind == "hide":
+        row.listed = False
 
 
 def _lies(rng: Random) -> dict[str, Any]:
     kind = rng.choice(("count", "size", "start", "wide_count", "wide_size", "wide_start", "wide_at", "wide_disks", "disk"))
-    value = rng.choice(NUMBERS)
     limit = 2**64 if kind.startswith("wide") and kind != "wide_disks" else 2**16 if kind in ("count", "disk") else 2**32
-    return {kind: value % limit}
-
-
-def _shuffle(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
-    rng.shuffle(rows)
-
-
-def _drop(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
-    if rows:
-        del rows[rng.randrange(len(rows))]
-
-
-def _twice(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
-    if rows:
-        rows.insert(rng.randrange(len(rows) + 1), replace(rng.choice(rows)))
-
-
-def _foreign(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
-    if others:
-        rows.insert(rng.randrange(len(rows) + 1), replace(rng.choice(others)))
-
-
-def _rename(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
-    if rows:
-        row = rng.choice(rows)
-        row.name = rng.choice((*_NAMES, row.name.upper(), row.name + b"/", row.name[:-1], b"x/" + row.name))
-
-
-def _local(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
-    if rows:
-        key = rng.choice(("name", "method", "flags", "crc", "size", "compressed", "extra", "magic"))
-        values = {"name": rng.choice(_NAMES), "extra": some_bytes(rng), "magic": b"PK\x03\x05"}
-        limit = 2**16 if key in ("method", "flags") else 2**32
-        rng.choice(rows).local = {key: values.get(key, rng.choice(NUMBERS) % limit)}
-
-
-def _central(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
-    if rows:
-        row = rng.choice(rows)
-        key = rng.choice(("method", "flags", "crc", "size", "compressed", "attributes", "header", "disk"))
-        setattr(row, key, rng.choice(NUMBERS) % (2**16 if key in ("method", "flags", "disk") else 2**32))
-
-
-def _extra(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
-    if rows:
-        body = b"".join(struct.pack("<Q", rng.choice(NUMBERS) % 2**64) for _ in range(rng.randrange(5)))
-        rng.choice(rows).extra = struct.pack("<2H", rng.choice((1, 0x4246, 0x7075)), len(body) + rng.choice((0, 0, 1))) + body
-
-
-def _deflate(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
-    if rows:
-        row = rng.choice(rows)
-        packer = zlib.compressobj(6, zlib.DEFLATED, -15)
-        row.crc, row.size, row.method = zlib.crc32(row.data), len(row.data), 8
-        row.data = packer.compress(row.data) + packer.flush()
-        if rng.random() < 0.4:
-            row.data = raw.mutate(rng, row.data, row.data)
-
-
-def _content(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
-    if rows:
-        row = rng.choice(rows)
-        row.data = rng.choice(_SMALL) if len(row.data) < 41 else raw.mutate(rng, row.data, row.data)
-
-
-def _unlisted(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
-    if rows:
-        rng.choice(rows).listed = False
-
-
-_RECORDS = (
-    _shuffle, _drop, _twice, _foreign, _rename, _local, _central, _extra, _deflate, _content, _content, _unlisted,
-)  # fmt: skip
+    return {kind: rng.choice(NUMBERS) % limit}

@@ -92,6 +92,11 @@ def repeated(before: bytes, unit: bytes, after: bytes) -> bytes:
     return torch_zip(p.pickle(head + unit * (max(0, SIZE - len(head)) // len(unit)) + after, p.SETITEMS), FLOATS)
 
 
+def some(count: int) -> int:
+    """So many where SIZE is four megabytes."""
+    return max(1, count * SIZE // 4_000_000)
+
+
 def beside(value: bytes) -> bytes:
     """A torch-zip with a tensor and this value."""
     return torch_zip(p.pickle(p.dict_of(**{"a.w": p.tensor(), "x": value})), FLOATS)
@@ -226,13 +231,14 @@ def pickle_that_inflates() -> bytes:
 @bomb("stats IN", 0)
 def storage_that_inflates() -> bytes:
     """A storage of 96 MB, deflated to 100 KB."""
+    blocks, numel = some(6), some(6) << 22
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
-    packed = (packer.compress(bytes(1 << 24)) + packer.flush(zlib.Z_FULL_FLUSH)) * 6 + packer.flush()
-    numel = 3 << 23
+    packed = (packer.compress(bytes(1 << 24)) + packer.flush(zlib.Z_FULL_FLUSH)) * blocks + packer.flush()
     wide = p.tensor(p.sizes(numel), p.sizes(1), on=p.storage("0", numel))
-    records = torch_records(p.pickle(p.dict_of(**{"a.w": wide})), {"0": b""})
-    records[2] = Rec(b"archive/data/0", packed, method=8, crc=zlib.crc32(bytes(6 << 24)), size=6 << 24, compressed=len(packed))
-    return build(records)
+    rows = torch_records(p.pickle(p.dict_of(**{"a.w": wide})), {"0": b""})
+    crc = zlib.crc32(bytes(blocks << 24))
+    rows[2] = Rec(b"archive/data/0", packed, method=8, crc=crc, size=blocks << 24, compressed=len(packed))
+    return build(rows)
 
 
 @bomb("check IN", 0)
@@ -248,7 +254,7 @@ def archives_in_an_archive() -> bytes:
     inner = torch_records(b"", FLOATS)
     inner[0] = deflated(b"archive/data.pkl", p.pickle(p.list_of(p.NONE * 1_000_000)))
     one = Rec(b"", build(inner))
-    return build([replace(one, name=b"%d.pth" % index) for index in range(100)])
+    return build([replace(one, name=b"%d.pth" % index) for index in range(some(100))])
 
 
 @bomb("inspect IN", 0)
@@ -272,7 +278,7 @@ def member(name: bytes, data: bytes = b"", kind: bytes = b"0") -> bytes:
 @bomb("inspect IN")
 def tar_of_idle_records() -> bytes:
     """Pax headers with thousands of records each that say nothing, and a checkpoint."""
-    idle = member(b"x", b"7 uid=\n" * 9300, b"x") * 150
+    idle = member(b"x", b"7 uid=\n" * 9300, b"x") * some(150)
     return gzip.compress(idle + member(b"a.pth", beside(p.NONE)) + bytes(1024))
 
 
@@ -280,7 +286,7 @@ def tar_of_idle_records() -> bytes:
 def code_of_a_program() -> bytes:
     """TorchScript: a list of names that begin and never end."""
     module = p.glob("__torch__", "A") + b")\x81" + p.dict_of(a=p.tensor()) + p.BUILD
-    code = b'class A(Module):\n  __parameters__ = ["' + b'\\"' * 4_000_000 + b"]\n"
+    code = b'class A(Module):\n  __parameters__ = ["' + b'\\"' * some(4_000_000) + b"]\n"
     more = [Rec(b"archive/constants.pkl", p.pickle(b")")), deflated(b"archive/code/__torch__.py", code)]
     return build([*torch_records(p.pickle(module), FLOATS), *more])
 
@@ -298,7 +304,7 @@ def header_of_dicts() -> bytes:
 @bomb("inspect IN")
 def json_that_inflates() -> bytes:
     """A model.json of dozens of megabytes of dicts, deflated."""
-    text = b'{"mainModule":{"name":"a"},"x":[' + b'{"":0},' * 2_000_000 + b"0]}"
+    text = b'{"mainModule":{"name":"a"},"x":[' + b'{"":0},' * some(2_000_000) + b"0]}"
     return build([deflated(b"a/model.json", text), Rec(b"a/version", b"1")])
 
 
@@ -310,7 +316,7 @@ def arrays_of_objects() -> bytes:
     many = p.tuple_of(b"K\x01", p.sizes(300_000), kind, p.FALSE, p.list_of(p.EMPTY_LIST * 300_000)) + p.BUILD
     body = b"{'descr': '|O', 'fortran_order': False, 'shape': (300000,), }\n"
     one = deflated(b"", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(body)) + body + p.pickle(empty + many))
-    return build([replace(one, name=b"%d.npy" % index) for index in range(20)])
+    return build([replace(one, name=b"%d.npy" % index) for index in range(some(20))])
 
 
 @bomb("inspect IN", 0)
@@ -321,13 +327,17 @@ def onnx_of_metadata() -> bytes:
         return bytes([number << 3 | 2, len(value)]) + value
 
     tensor = b"\x08\x02\x10\x01\x42\x03a.w\x4a\x08" + bytes(8)
-    return b"\x08\x07" + field(7, field(5, tensor)) + b"".join(field(14, field(1, b"%x" % index)) for index in range(100_000))
+    return (
+        b"\x08\x07"
+        + field(7, field(5, tensor))
+        + b"".join(field(14, field(1, b"%x" % index)) for index in range(some(100_000)))
+    )
 
 
 @bomb("check --values IN", 0)
 def gguf_of_keys() -> bytes:
     """A model of one number and hundreds of thousands of keys, each with a number of one byte."""
-    names = [b"%x" % index for index in range(50_000)]
+    names = [b"%x" % index for index in range(some(50_000))]
     keys = b"".join(struct.pack("<Q", len(name)) + name + struct.pack("<IB", 0, 1) for name in names)
     head = b"GGUF" + struct.pack("<IQQ", 3, 1, len(names)) + keys + struct.pack("<Q", 3) + b"a.w"
     head += struct.pack("<IQIQ", 1, 1, 0, 0)

@@ -2,10 +2,10 @@
 
 import struct
 
-PROTO2, PROTO4, STOP = b"\x80\x02", b"\x80\x04", b"."
+PROTO2, STOP = b"\x80\x02", b"."
 EMPTY_DICT, EMPTY_LIST, EMPTY_TUPLE, MARK = b"}", b"]", b")", b"("
 NONE, TRUE, FALSE = b"N", b"\x88", b"\x89"
-TUPLE, TUPLE1, TUPLE2, TUPLE3, REDUCE, BUILD = b"t", b"\x85", b"\x86", b"\x87", b"R", b"b"
+TUPLE, TUPLE1, REDUCE, BUILD = b"t", b"\x85", b"R", b"b"
 SETITEM, SETITEMS, APPEND, APPENDS = b"s", b"u", b"a", b"e"
 PERSID = b"Q"
 ORDERED_DICT = b"ccollections\nOrderedDict\n)R"

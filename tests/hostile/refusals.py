@@ -30,6 +30,7 @@ def expect_refused(path: Path, error: type[CkptError], *said: str) -> None:
     with pytest.raises(CkptError) as caught:
         ckpt_tools.inspect(path)
     check(caught.value, error, said)
+    assert ckpt_tools.check(path).exit_code
     expect_convert_refused(path, error, *said, target="out.pth")
 
 

@@ -92,16 +92,16 @@ def test_configurations_that_mean_nothing(config: dict[str, Any] | str, message:
 
 
 def test_a_crowd_of_patterns(tmp_path: Path) -> None:
-    """Six megabytes of short patterns took a minute to compile: what that takes counts."""
+    """Megabytes of short patterns took a minute to compile: what that takes counts."""
     started = time.process_time()
     said = refused(tmp_path, GOOD, CONFIG | {"alpha_pattern": {f"m{number}.(a|b)[cd]+": 1 for number in range(250_000)}})
-    assert time.process_time() - started < 20
-    assert "250000 patterns are held against 1 modules" in said
+    assert time.process_time() - started < 5
+    assert "50000 patterns are held against 1 modules" in said
 
 
 def test_as_many_patterns_as_an_adapter_has(tmp_path: Path) -> None:
     """PEFT writes one for each module."""
-    names = [f"model.layers.{number}.mlp.down_proj" for number in range(1000)]
+    names = [f"model.layers.{number}.mlp.down_proj" for number in range(300)]
     save_file({f"{name}.weight": torch.zeros(1, 1) for name in names}, tmp_path / "base.safetensors")
     factors = {f"{P}{name}.lora_{side}.weight": torch.ones(1, 1) for name in names for side in "AB"}
     save_file(factors, tmp_path / "adapter_model.safetensors")
@@ -109,7 +109,7 @@ def test_as_many_patterns_as_an_adapter_has(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path)
     merged = load_file(tmp_path / "out.safetensors")
-    assert [merged[f"{name}.weight"].item() for name in names] == list(range(1, 1001))
+    assert [merged[f"{name}.weight"].item() for name in names] == list(range(1, 301))
 
 
 def test_names_that_answer_to_each_other(tmp_path: Path) -> None:

@@ -18,13 +18,6 @@ TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3)}
 SAVED = saved(TENSORS)
 
 
-@pytest.mark.parametrize("size", [1, 8, 512, 4096, 3_000_000])
-@pytest.mark.parametrize("name", ["bad.pth", "bad.safetensors"])
-def test_06_zeros(name: str, size: int, tmp_path: Path) -> None:
-    """Nothing but zeros, which torch takes for a tar."""
-    expect_refused(write(tmp_path, bytes(size), name), NotACheckpointError, f"{size} zero bytes", "never written")
-
-
 @pytest.mark.parametrize(("make", "error", "said"), [
     (os.mkdir, NotACheckpointError, "is a directory"), (os.mkfifo, NotACheckpointError, "not a regular file"),
     (lambda path: path.symlink_to("bad.pth"), NotACheckpointError, "cannot be read"),

@@ -1,6 +1,7 @@
 """HDF5 that lies about its names, its numbers and its sizes: refused by name, or read as h5py reads it."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,14 +16,6 @@ from tests.hostile.refusals import write
 from tests.support.samples import FIXTURES
 
 h5py: Any = pytest.importorskip("h5py")
-
-
-def test_a_name_with_a_dot(tmp_path: Path) -> None:
-    """Two arrays that would get one name are refused; none is lost."""
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["a/b"], file["a.b"] = np.ones(2), np.zeros(2)
-    with pytest.raises(DamagedFileError, match=r"called 'a\.b'"):
-        ckpt_tools.inspect(tmp_path / "x.h5")
 
 
 def bfloat16() -> Any:
@@ -51,14 +44,6 @@ def test_types_with_other_fields(make: Any, dtype: str, tmp_path: Path) -> None:
     assert ckpt_tools.torch.load(tmp_path / "x.h5")["w"].tolist() == list(range(8))
 
 
-def test_a_chunk_of_gigabytes(tmp_path: Path) -> None:
-    """A chunk is inflated whole: one of 400 MB, in a file of a kilobyte, is refused before it is read."""
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file.create_dataset("w", shape=(1, 10**8), dtype="f4", chunks=(1, 10**8), compression="gzip")
-    with pytest.raises(UnsupportedContainerError, match="larger chunks than fit in memory"):
-        ckpt_tools.inspect(tmp_path / "x.h5")
-
-
 @pytest.mark.parametrize(
     ("shape", "chunks"), [((1, 1, 3000), (1, 1, 70)), ((500, 7, 900), (130, 7, 100)), ((1, 5), None), ((2, 3_000_000, 1), None)]
 )
@@ -70,22 +55,36 @@ def test_boxes_of_every_layout(shape: tuple[int, ...], chunks: tuple[int, ...] |
     assert np.array_equal(ckpt_tools.torch.load(tmp_path / "x.h5")["w"].numpy(), wanted)
 
 
-def test_arrays_that_were_never_written(tmp_path: Path) -> None:
-    """All arrays together are held to the limit, not each alone."""
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        for number in range(20):
-            file.create_dataset(f"w{number}", shape=(10**7,), dtype="f4")
-    with pytest.raises(LimitError, match="are too large"):
-        ckpt_tools.inspect(tmp_path / "x.h5")
+def many(file: Any, count: int, **options: Any) -> None:
+    """So many arrays."""
+    for number in range(count):
+        file.create_dataset(f"w{number}", dtype="f4", **options)
 
 
-def test_a_long_name_above_many(tmp_path: Path) -> None:
-    """The name of a group counts for every array in it."""
+OUTSIDE = {"external": [("/etc/passwd", 0, 10)]}
+REFUSED: dict[str, tuple[Callable[[Any], object], type[CkptError], str]] = {
+    "two arrays of one name": (
+        lambda file: file.update({"a/b": np.ones(2), "a.b": np.zeros(2)}), DamagedFileError, r"called 'a\.b'"),
+    "a chunk of 400 MB, which is inflated whole": (
+        lambda file: many(file, 1, shape=(1, 10**8), chunks=(1, 10**8), compression="gzip"), UnsupportedContainerError,
+        "larger chunks than fit in memory"),
+    "arrays that were never written": (lambda file: many(file, 20, shape=(10**7,)), LimitError, "are too large"),
+    "a long name above many": (lambda file: many(file.create_group("g" * 60_000), 600, shape=()), LimitError, "longer names"),
+    "a link to another file": (
+        lambda file: file.update(l=h5py.ExternalLink("/etc/passwd", "/x")), UnsupportedContainerError, "not followed"),
+    "data in another file": (
+        lambda file: file.create_dataset("d", (10,), "u1", **OUTSIDE), UnsupportedContainerError, "in other files"),
+    "a group in itself": (lambda file: file.create_group("a").update(b=file["/"]), DamagedFileError, "holds itself"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str, tmp_path: Path) -> None:
+    """None is lost, nothing but the file itself is opened, and no more memory taken than a file may have."""
+    make, error, said = REFUSED[name]
     with h5py.File(tmp_path / "x.h5", "w") as file:
-        group = file.create_group("g" * 60_000)
-        for number in range(600):
-            group.create_dataset(f"{number}", shape=(), dtype="f4")
-    with pytest.raises(LimitError, match="longer names"):
+        make(file)
+    with pytest.raises(error, match=said):
         ckpt_tools.inspect(tmp_path / "x.h5")
 
 

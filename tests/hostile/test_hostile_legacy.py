@@ -8,20 +8,12 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError
-from tests.hostile.pickles import BUILD, ORDERED_DICT, call, dict_of, integer, pickle, tensor, text
+from tests.hostile.pickles import call, dict_of, tensor, text
 from tests.hostile.refusals import expect_warned, write
-from tests.support.legacy import MAGIC, PROTOCOL, floats, legacy, persistent, stream
+from tests.support.legacy import MAGIC, floats, legacy, persistent, stream
 
 SIX = floats(0, 1, 2, 3, 4, 5)
 ONE = dict_of(w=tensor(on=persistent()))
-TWO = dict_of(a=tensor(on=persistent("0")), b=tensor(on=persistent("1")))
-
-
-def test_our_stream_is_torchs(tmp_path: Path) -> None:
-    """What these tests put together by hand is a file that torch loads."""
-    path = write(tmp_path, stream(TWO, ("0", SIX), ("1", SIX)))
-    assert torch.load(path, weights_only=True)["b"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert len(ckpt_tools.inspect(path).tensors) == 2
 
 
 def test_77_cut_anywhere(tmp_path: Path) -> None:
@@ -38,16 +30,6 @@ def test_80_trailing_bytes(tmp_path: Path) -> None:
     """Bytes behind the last storage are said, and not kept."""
     found = expect_warned(write(tmp_path, stream(ONE, ("0", SIX)) + b"more"), "trailing-bytes")
     assert found.findings[0].found == "4 bytes after the last storage"
-
-
-def test_a_frame_that_torch_does_not_load(tmp_path: Path) -> None:
-    """torch runs the pickle about the machine as well: one that sets a number as the state of a dict is refused."""
-    frame = MAGIC + PROTOCOL + pickle(ORDERED_DICT, integer(5), BUILD)
-    path = write(tmp_path, stream(ONE, ("0", SIX), head=frame))
-    with pytest.raises(TypeError):
-        torch.load(path)
-    with pytest.raises(CkptError):
-        ckpt_tools.inspect(path)
 
 
 def test_unknown_classes_run_nothing(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import ckpt_tools
-from tests.fuzz import oracle
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
 from tests.hostile.zips import torch_zip
@@ -21,21 +20,6 @@ FROM_TYPE = p.glob("torch._tensor", "_rebuild_from_type_v2")
 def file_of(body: bytes, folder: Path, protocol: int = 2) -> Path:
     """A torch zip of this pickle."""
     return write(folder, torch_zip(b"\x80" + bytes([protocol]) + body + p.STOP, FLOATS))
-
-
-def listed(body: bytes, folder: Path, protocol: int = 2) -> list[oracle.Row]:
-    """What `inspect` lists of a pickle, which is what torch loads."""
-    path = file_of(body, folder, protocol)
-    rows, theirs = ckpt_tools.inspect(path).tensors, oracle.torch_rows(path)
-    assert not isinstance(theirs, str), theirs
-    assert oracle.difference(rows, theirs) is None
-    return rows
-
-
-def test_a_name_of_python_2_in_its_protocol(tmp_path: Path) -> None:
-    """There both map it."""
-    made = p.call("UserDict", "OrderedDict")
-    assert [row["name"] for row in listed(made + p.text("w") + p.tensor() + p.SETITEM, tmp_path)] == ["w"]
 
 
 def test_a_name_of_python_2_that_weights_only_refuses(tmp_path: Path) -> None:
@@ -51,12 +35,6 @@ def test_a_subclass_takes_a_state_in_its_own_way(tmp_path: Path) -> None:
     cls = p.glob("models", "Quantized")
     made = FROM_TYPE + p.tuple_of(p.glob("torch._utils", "_rebuild_tensor_v2"), cls, ARGUMENTS, state) + p.REDUCE
     assert "models.Quantized" in ckpt_tools.inspect(file_of(p.dict_of(w=made), tmp_path)).weights_only["refused"]
-
-
-def test_a_size_as_a_key(tmp_path: Path) -> None:
-    """A plain one is known by its numbers."""
-    body = p.EMPTY_DICT + p.pairs([(p.call("torch", "Size", p.sizes(2)), p.tensor()), (p.call("torch", "Size"), p.tensor())])
-    assert len(listed(body, tmp_path)) == 2
 
 
 def test_a_set_of_tensors(tmp_path: Path) -> None:
@@ -84,13 +62,6 @@ def test_a_tensor_of_another_device_may_lie_otherwise(
     theirs = torch.load(path, weights_only=True)["w"].stride()
     (row,) = ckpt_tools.inspect(path).tensors
     assert row["stride"] == (list(theirs) if known else None)
-
-
-def test_a_parameter_made_a_tensor(tmp_path: Path) -> None:
-    """`as_subclass(torch.Tensor)` takes the class off."""
-    function = p.glob("torch._utils", "_rebuild_parameter")
-    given = p.tuple_of(function, p.glob("torch", "Tensor"), p.tuple_of(p.tensor(), p.FALSE, p.ORDERED_DICT), p.NONE)
-    assert [row["kind"] for row in listed(p.dict_of(w=FROM_TYPE + given + p.REDUCE), tmp_path)] == ["tensor"]
 
 
 @pytest.mark.parametrize("dtype", ["qint8", "quint8", "int4", "uint2", "bits8", "float8_e8m0fnu"])

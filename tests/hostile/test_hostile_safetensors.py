@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors import SafetensorError, safe_open
 
 import ckpt_tools
 from ckpt_tools.errors import DamagedFileError, LimitError
@@ -15,15 +13,6 @@ from ckpt_tools.limits import raised
 from tests.hostile.refusals import expect_refused, expect_warned, info, safetensors, write
 
 BYTES = struct.pack("<2f", 1, 2)
-GOOD = {"a": info()}
-
-
-def test_80_the_builder_makes_what_safetensors_reads(tmp_path: Path) -> None:
-    """The good file, of which all bad ones are variations, is good."""
-    path = write(tmp_path, safetensors(GOOD, BYTES), "good.safetensors")
-    with safe_open(path, "pt") as opened:
-        assert torch.equal(opened.get_tensor("a"), torch.tensor([1.0, 2.0]))
-    assert [row["name"] for row in ckpt_tools.inspect(path).tensors] == ["a"]
 
 
 def test_82_more_metadata_than_any_file_has(tmp_path: Path) -> None:
@@ -42,33 +31,6 @@ def test_81_header_over_the_limit(tmp_path: Path) -> None:
     expect_refused(tmp_path / "bad.safetensors", LimitError, "has 100000001 bytes", "`limits.raised(header=200000000)`")
     with raised(header=200_000_000):
         expect_refused(tmp_path / "bad.safetensors", DamagedFileError, "is not JSON")
-
-
-def test_82_padding_with_blanks(tmp_path: Path) -> None:
-    """Blanks behind the object are how headers are aligned."""
-    path = write(tmp_path, safetensors(json.dumps(GOOD) + "     ", BYTES), "good.safetensors")
-    assert ckpt_tools.inspect(path).totals["tensors"] == 1
-
-
-def test_83_minus_zero(tmp_path: Path) -> None:
-    """Python reads "-0" as a whole number, safetensors does not."""
-    raw = json.dumps(GOOD)
-    for zero, said in (("-0", "is not JSON"), ("-0.0", "malformed data_offsets")):
-        path = write(tmp_path, safetensors(raw.replace("[0, 8]", f"[{zero}, 8]"), BYTES), "bad.safetensors")
-        expect_refused(path, DamagedFileError, said)
-        with pytest.raises(SafetensorError), safe_open(path, "pt") as opened:
-            opened.keys()
-    path = write(tmp_path, safetensors({"a-0": info(), "b": info(x=-1, offsets=[8, 16])}, BYTES * 2), "good.safetensors")
-    assert ckpt_tools.inspect(path).totals["tensors"] == 2
-
-
-def test_83_order_in_the_header_is_free(tmp_path: Path) -> None:
-    """The names may stand in another order than the bytes, and empty tensors between others."""
-    rows = {"z": info("U8", [4], (4, 8)), "e": info("U8", [0], (4, 4)), "a": info("U8", [4], (0, 4))}
-    path = write(tmp_path, safetensors(rows, BYTES), "good.safetensors")
-    assert [row["name"] for row in ckpt_tools.inspect(path).tensors] == ["z", "e", "a"]
-    ckpt_tools.convert(path, tmp_path / "out.pth")
-    assert bytes(torch.load(tmp_path / "out.pth")["z"].tolist()) == BYTES[4:]
 
 
 @pytest.mark.parametrize(

@@ -162,13 +162,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int 
     return failed
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
 @pytest.mark.parametrize(
-    ("function", "size", "options"),
+    ("function", "size", "options", "number", "replaced"),
     [
-        ("write", SMALL, {}), ("write", KERNEL, {"dtype": "fp64"}), ("write", LARGE, {"strip_module": True}),
-        ("copy_file_range", KERNEL, {}), ("copy_file_range", LARGE, {}),
+        ("write", SMALL, {}, errno.ENOSPC, True), ("write", KERNEL, {"dtype": "fp64"}, errno.EFBIG, False),
+        ("write", LARGE, {"strip_module": True}, errno.ENOSPC, False), ("copy_file_range", KERNEL, {}, errno.ENOSPC, False),
+        ("copy_file_range", LARGE, {}, errno.EFBIG, True),
     ],
 )  # fmt: skip
 def test_92_disk_full(
@@ -270,8 +269,13 @@ SLOW = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-@pytest.mark.parametrize(("size", "started"), [(8 << 20, 0), (8 << 20, 1 << 20), (LARGE, 2 << 20)])
+@pytest.mark.parametrize(
+    ("number", "code", "size", "started"),
+    [
+        (signal.SIGINT, 130, 8 << 20, 0), (signal.SIGINT, 130, LARGE, 2 << 20), (signal.SIGTERM, 143, 8 << 20, 1 << 20),
+        (signal.SIGKILL, -9, 8 << 20, 1 << 20), (signal.SIGKILL, -9, LARGE, 2 << 20),
+    ],
+)  # fmt: skip
 def test_94_signals(number: signal.Signals, code: int, size: int, started: int, tmp_path: Path) -> None:
     """Interrupted, terminated or killed: the old file. Only a kill leaves the temporary, which the next run removes."""
     save(tmp_path / "in.pth", size)

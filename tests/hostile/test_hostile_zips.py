@@ -1,8 +1,11 @@
 """The zip around a checkpoint: rows 14 to 45."""
 
+import io
 import struct
 import zipfile
 import zlib
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +37,85 @@ def names(path: Path) -> list[str]:
     return [row["name"] for row in ckpt_tools.inspect(path).tensors]
 
 
+def wide(*, local: bool) -> bytes:
+    """The sizes of the storage in zip64 fields, of the directory alone or of the local header too."""
+    field, most = struct.pack("<2H2Q", 1, 16, 24, 24), 0xFFFFFFFF
+    truth = {"crc": zlib.crc32(FLOATS["0"]), "size": 24, "compressed": 24, "extra": b""}
+    told = {"size": most, "compressed": most, "extra": field}
+    return build(records(**told, local=told if local else truth))
+
+
+def by_zipfile(method: int) -> bytes:
+    """Written by Python, as zip tools do."""
+    with zipfile.ZipFile(out := io.BytesIO(), "w", method) as made:
+        for rec in records():
+            made.writestr(rec.name.decode(), rec.data)
+    return out.getvalue()
+
+
+KEY = "k" * 490
 BIG = [Rec(b"archive/byteorder", b"big"), Rec(b"archive/data/0", struct.pack(">6f", *range(6)))]
 GOOD = {
     "as torch writes it": torch_zip(PICKLE, FLOATS),
     "19 a comment": torch_zip(PICKLE, FLOATS, comment=b"made by PK and me"),
+    "19 a long comment": torch_zip(PICKLE, FLOATS, comment=b"x" * 65_000),
     "31 empty folders": build([Rec(b"archive/"), *records(), Rec(b"archive/data/")]),
     "34 deflated": build([deflated(rec.name, rec.data) for rec in records()]),
+    "34 a deflated storage": build([*records()[:2], deflated(b"archive/data/0", FLOATS["0"]), records()[3]]),
     "44 no byteorder, as before torch 2.1": build([rec for rec in records() if rec.name != b"archive/byteorder"]),
     "44 big-endian": build([records()[0], *BIG, records()[3]]),
     "45 a zip64 end record": torch_zip(PICKLE, FLOATS, wide_disks=1),
-}
+    "45 with every number": torch_zip(PICKLE, FLOATS, wide_count=4, count=0xFFFF, size=0xFFFFFFFF, start=0xFFFFFFFF),
+    "45 zip64 sizes": wide(local=True), "45 zip64 sizes in the directory": wide(local=False),
+    "stored by zipfile": by_zipfile(zipfile.ZIP_STORED), "deflated by zipfile": by_zipfile(zipfile.ZIP_DEFLATED),
+    "42 without checksums": build([replace(rec, crc=0) for rec in records()]),
+    "bytes in front that are told": build([Rec(b"archive/old", bytes(5000), listed=False), *records()]),
+    "a long root": build(torch_records(PICKLE, FLOATS, folder="x" * 500)),
+    "a long key": torch_zip(PICKLE.replace(p.text("0"), p.text(KEY)), {KEY: FLOATS["0"]}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_what_is_no_reason_to_refuse(name: str, tmp_path: Path) -> None:
-    """The good files, of which all bad ones are variations: torch loads them, and so what we list and write of them."""
-    path = write(tmp_path, GOOD[name])
+    """The good files, of which all bad ones are variations: torch's tensors come out, and zipfile finds archives whole."""
+    path, out = write(tmp_path, GOOD[name]), tmp_path / "out.pth"
     assert names(path) == ["a.w"]
     assert ("big-endian" in [row.code for row in ckpt_tools.inspect(path).findings]) == name.endswith("big-endian")
+    assert not [row for row in ckpt_tools.check(path, values=True).findings if row.severity == "problem"]
+    ckpt_tools.convert(path, out)
+    for found in (torch.load(path), ckpt_tools.torch.load(path), torch.load(out), torch.load(out, mmap=True)):
+        assert torch.equal(found["a.w"], torch.arange(6.0).reshape(2, 3))
+    for file in (path, out):
+        with zipfile.ZipFile(file) as made:
+            assert made.testzip() is None or name == "42 without checksums"
+    assert {row.compress_type for row in made.infolist()} == {zipfile.ZIP_STORED}
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_names_beyond_64_kib(method: int, tmp_path: Path) -> None:
+    """A name of a tensor that no record could have goes from container to container, and back."""
+    long = "layer." * 12_000 + "weight"
+    torch.save({long: torch.arange(3.0), long + "2": torch.ones(2)}, tmp_path / "saved.pth")
+    rewrite(tmp_path / "saved.pth", tmp_path / "in.pth", method=method)
+    for source, target in pairwise(["in.pth", "out.safetensors", "back.pth", "old.pth"]):
+        ckpt_tools.convert(tmp_path / source, tmp_path / target, format="pth-legacy" if target == "old.pth" else None)
+    found = torch.load(tmp_path / "old.pth")
+    assert {name: value.tolist() for name, value in found.items()} == {long: [0, 1, 2], long + "2": [1, 1]}
+    assert names(tmp_path / "in.pth") == [long, long + "2"]
+
+
+def test_values_that_look_like_an_end_record(tmp_path: Path) -> None:
+    """A tensor may hold the bytes of an end record whose comment ends within the real one: no program takes it for that."""
+    path, record = tmp_path / "in.pth", torch.zeros(22, dtype=torch.uint8)
+    record[:4] = torch.frombuffer(bytearray(b"PK\5\6"), dtype=torch.uint8)
+    torch.save({"w": record}, path)
+    data = path.read_bytes()
+    first, last = data.find(b"PK\5\6"), data.rfind(b"PK\5\6")
+    record[20:] = torch.frombuffer(bytearray((last - first - 17).to_bytes(2, "little")), dtype=torch.uint8)
+    torch.save({"w": record}, path)
     ckpt_tools.convert(path, tmp_path / "out.pth")
-    for file in (path, tmp_path / "out.pth"):
-        assert torch.equal(torch.load(file)["a.w"], torch.arange(6.0).reshape(2, 3))
+    assert torch.equal(torch.load(tmp_path / "out.pth")["w"], record)
+    assert ckpt_tools.check(tmp_path / "out.pth").verdict == "healthy"
 
 
 # --- 14 to 16: what is missing
@@ -124,17 +185,6 @@ def test_41_crc_of_a_storage(tmp_path: Path) -> None:
         with pytest.raises(ChecksumError, match=r"archive/data/0"):
             ckpt_tools.convert(path, tmp_path / target, dtype=dtype)
     assert listing(tmp_path) == before
-
-
-def test_42_no_checksums(tmp_path: Path) -> None:
-    """CRC 0 in all records: the writer had checksums off, which is fine."""
-    rows = records()
-    for rec in rows:
-        rec.crc = 0
-    path = write(tmp_path, build(rows))
-    assert names(path) == ["a.w"]
-    ckpt_tools.convert(path, tmp_path / "out.pth")
-    assert torch.equal(torch.load(tmp_path / "out.pth")["a.w"], torch.arange(6.0).reshape(2, 3))
 
 
 # --- 43 to 45: the small records

@@ -1,8 +1,6 @@
-"""Edits in place: what a copy gives, edit after edit; killed at any call, or on a full disk, the old file or the new one."""
+"""Edits in place: what a copy gives, edit after edit; tests/faults has what is killed at any call, or on a full disk."""
 
 import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from safetensors.torch import save_file
 import ckpt_tools
 import ckpt_tools.torch
 from ckpt_tools.errors import CkptError
-from tests.faults.layer import Fault, Layer
 from tests.support.graphs import assert_same
 
 CONTAINERS = ("model.pth", "old.pth", "model.safetensors")
@@ -55,71 +52,6 @@ def test_an_edit_of_an_edited_file(name: str, tmp_path: Path) -> None:
         assert not [row for row in ckpt_tools.check(path).findings if row.severity == "problem"]
     names = [row["name"] for row in ckpt_tools.inspect(path).tensors]
     assert names[:2] == ["layer.0.w", "layer.1.w"]
-
-
-def child(work: Callable[[], Any], fault: Fault | None) -> tuple[int, dict[str, int]]:
-    """Do something in a forked process with one call that fails; its exit code, and how often each function was called."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        layer, leave, write = Layer(fault), os._exit, os.write
-        code = 0
-        try:
-            work()
-        except CkptError:
-            code = 3
-        except BaseException:
-            code = 9
-        write(writer, repr(layer.counts).encode())
-        leave(code)
-    os.close(writer)
-    _, status = os.waitpid(pid, 0)
-    with os.fdopen(reader, "rb") as told:
-        counts = told.read().decode()
-    return os.waitstatus_to_exitcode(status), eval(counts) if counts else {}
-
-
-WRITES = (
-    "pwrite", "write", "ftruncate", "fsync", "fdatasync", "unlink", "rename", "replace", "open", "link", "copy_file_range",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_killed_or_without_room_at_each_call(name: str, tmp_path: Path) -> None:
-    """Whatever call is the last, every reader sees the old file or the new one, and the next edit succeeds and tidies up."""
-    path = made(tmp_path, name)
-    old = path.read_bytes()
-    before = ckpt_tools.torch.load(path)
-
-    def work() -> None:
-        ckpt_tools.edit_in_place(path, strip_module=True)
-
-    code, counts = child(work, None)
-    assert code == 0
-    after, new = ckpt_tools.torch.load(path), path.read_bytes()
-    assert old != new
-    beside, seen = set(os.listdir(tmp_path)), set()
-    faults = [
-        Fault(call, count, kind)
-        for call in WRITES
-        for count in range(1, counts.get(call, 0) + 1)
-        for kind in ("kill", "enospc")
-    ]
-    assert len(faults) > 10
-    for fault in faults:
-        path.write_bytes(old)
-        code, _ = child(work, fault)
-        assert code in ((-signal.SIGKILL,) if fault.kind.startswith("kill") else (0, 3)), fault
-        found, is_new = ckpt_tools.torch.load(path), ckpt_tools.inspect(path).tensors[0]["name"].startswith("layer")
-        assert_same(after if is_new else before, found)
-        assert code != 0 or is_new, fault
-        seen.add((code, is_new))
-        again, _ = child(lambda: ckpt_tools.edit_in_place(path, add_prefix="x."), None)
-        assert again == 0, fault
-        assert set(os.listdir(tmp_path)) == beside, fault
-        first = ckpt_tools.inspect(path).tensors[0]["name"]
-        assert first == ("x.layer.0.w" if is_new else "x.module.layer.0.w")
-    assert {(-signal.SIGKILL, False), (-signal.SIGKILL, True), (3, False)} <= seen
 
 
 def test_what_cannot_be_edited_is_left_alone(tmp_path: Path) -> None:

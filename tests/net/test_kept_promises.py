@@ -20,7 +20,6 @@ import ckpt_tools.torch
 from ckpt_tools.errors import ConvertError
 from tests.support.commands import ckpt
 from tests.support.rank_files import rank_of
-from tests.support.servers import Handler, Server
 
 Calls = list[tuple[str, int, int]]
 
@@ -49,19 +48,6 @@ def test_a_file_that_is_replaced_is_durable_first(tmp_path: Path, calls: Calls) 
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", overwrite=True)
         synced = [inode for name, inode, _ in calls if name == "fsync"]
         assert synced.count((tmp_path / "out.pth").stat().st_ino) == count
-
-
-@pytest.mark.parametrize("code", [500, 502, 503, 429])
-def test_a_server_that_fails_twice_is_asked_again(
-    code: int, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every answer that another try may mend."""
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    error = Handler.send_error
-    monkeypatch.setattr(Handler, "send_error", lambda self, _: error(self, code))
-    torch.save({"w": torch.ones(9)}, tmp_path / "in.pth")
-    server.failures = 2
-    assert len(ckpt_tools.inspect(server.url("in.pth")).tensors) == 1
 
 
 def test_tensors_that_differ_in_strides_alone(tmp_path: Path) -> None:
@@ -196,15 +182,6 @@ def test_diff_by_cosine_shows_the_furthest_first(tmp_path: Path) -> None:
 def test_standard_input_is_given_once(command: str) -> None:
     """Two files from one standard input are refused before it is read."""
     assert "Standard input was given twice" in ckpt(command, "-", "-", code=2).output
-
-
-def test_an_average_that_leaves_the_dtype_is_told(tmp_path: Path) -> None:
-    """With a negative weight the sum of two halves may be more than any half."""
-    for name, value in (("a.pth", 60000.0), ("b.pth", -60000.0)):
-        torch.save({"w": torch.full((3,), value, dtype=torch.float16)}, tmp_path / name)
-    report = ckpt_tools.average([tmp_path / "a.pth", tmp_path / "b.pth"], tmp_path / "out.pth", weights=[2, -1])
-    assert torch.load(tmp_path / "out.pth")["w"].isinf().all()
-    assert [note.code for note in report.output.notes] == ["overflowed"]
 
 
 def test_tied_names_keep_their_places_in_each_shard(tmp_path: Path) -> None:

@@ -63,15 +63,9 @@ def test_the_order_is_the_one_given(order: tuple[int, ...], dtype: torch.dtype, 
     tolerance = 0.0 if dtype != torch.float32 else 1e-6
     torch.testing.assert_close(found["a.weight"], weight, rtol=0, atol=tolerance)
     assert all(torch.equal(found[name], value) for name, value in base(dtype).items() if name != "a.weight")
-
-
-def test_order_is_visible(tmp_path: Path) -> None:
-    """The test above can fail: in bfloat16 two orders of three adapters give two results."""
-    for seed in (2, 3, 4):
-        adapter(tmp_path / f"l{seed}", seed)
-    paths = [tmp_path / f"l{seed}" for seed in (2, 3, 4)]
-    one, other = merged(tmp_path, base(torch.bfloat16), *paths), merged(tmp_path, base(torch.bfloat16), *paths[::-1])
-    assert not torch.equal(one["a.weight"], other["a.weight"])
+    if dtype == torch.bfloat16:  # the test can fail: the other way round is something else
+        other = merged(tmp_path, base(dtype), *[tmp_path / f"l{seed}" for seed in order[::-1]])
+        assert not torch.equal(found["a.weight"], other["a.weight"])
 
 
 @pytest.mark.parametrize("size", [OUT, IN])

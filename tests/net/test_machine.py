@@ -13,7 +13,6 @@ import torch
 
 import ckpt_tools
 import ckpt_tools.torch
-from ckpt_tools.errors import CkptError
 from tests.hostile import pickles as p
 from tests.hostile.zips import torch_zip
 from tests.support import classes
@@ -223,33 +222,12 @@ def test_a_state_of_something_changes_a_function(tmp_path: Path) -> None:
     assert ckpt_tools.inspect(path).tensors == []
 
 
-BROKEN: dict[str, bytes] = {
-    "no-memo": p.get(9), "underflow": p.TUPLE2, "no-mark": p.TUPLE, "odd-pairs": p.EMPTY_DICT + p.MARK + ONE + p.SETITEMS,
-    "append-to-dict": p.EMPTY_DICT + ONE + p.APPEND, "set-on-list": p.EMPTY_LIST + ONE + ONE + p.SETITEM,
-    "list-as-key": p.EMPTY_DICT + p.EMPTY_LIST + ONE + p.SETITEM, "dict-as-key": p.EMPTY_DICT + p.EMPTY_DICT + ONE + p.SETITEM,
-    "call-a-number": ONE + p.EMPTY_TUPLE + p.REDUCE, "unknown": b"\xff", "long-text": b"X\xff\xff\xff\x7fa", "pop-all": b"0",
-    "call-without-tuple": p.glob("collections", "OrderedDict") + p.EMPTY_LIST + p.REDUCE,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_no_unpickler_takes(name: str, tmp_path: Path) -> None:
-    """torch fails and so do we, with an error of ours; nothing is written."""
-    path = zipped(tmp_path, p.EMPTY_DICT, p.text("w"), p.tensor(), p.SETITEM, p.text("x"), BROKEN[name], p.SETITEM)
-    with pytest.raises(Exception):  # noqa: B017 - of a dozen classes
-        torch.load(path, weights_only=False)
-    for work in (lambda: ckpt_tools.inspect(path), lambda: ckpt_tools.convert(path, tmp_path / "out.pth")):
-        with pytest.raises(CkptError):
-            work()
-    assert not (tmp_path / "out.pth").exists()
-
-
 @pytest.mark.parametrize("protocol", [2, 3, 4])
 def test_many_tensors(protocol: int, tmp_path: Path) -> None:
     """Tensors of all kinds in a file of hundreds, most of which are read in one step: they come out as torch loads them."""
     base, made = torch.arange(1000.0), {}
-    for i in range(300):
-        shape = [(), (3,), (2, 3), (70_000,), (1, 2, 1, 2), (300, 2)][i % 6]
+    for i in range(120):
+        shape = [(), (3,), (2, 3), (7_000,), (1, 2, 1, 2), (300, 2)][i % 6]
         made[f"plain.{i}"] = torch.arange(0, torch.Size(shape).numel()).reshape(shape).to([torch.float32, torch.int64][i % 2])
         made[f"view.{i}"] = base[i : i + 300].reshape(2, 150).t()
         made[f"parameter.{i}"] = torch.nn.Parameter(torch.ones(2))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import ckpt_tools.torch
 from ckpt_tools.errors import CkptError, MissingFileError, RemoteError
 from tests.support.servers import Handler, Server
 
-LARGE = 200_000
+LARGE = 100_000
 
 
 def state(number: float = 1.0) -> dict[str, torch.Tensor]:
-    """Tensors of half a megabyte each."""
+    """Tensors of 400 KB each."""
     return {f"module.{name}.w": torch.full((LARGE,), number + place) for place, name in enumerate("abcd")}
 
 
@@ -27,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     """Files in every container that is read in ranges."""
     torch.save(state(), tmp_path / "zip.pth")
     save_file(state(), tmp_path / "one.safetensors")
-    ckpt_tools.convert(tmp_path / "zip.pth", tmp_path / "shards", shard_size="1MB")
+    ckpt_tools.convert(tmp_path / "zip.pth", tmp_path / "shards", shard_size="500KB")
     return tmp_path
 
 
@@ -49,40 +50,24 @@ def test_what_is_there(name: str, folder: Path, server: Server) -> None:
     assert all(torch.equal(loaded[key.removeprefix("module.")], value) for key, value in state().items())
 
 
-def other_bytes(server: Server, path: Path, write: Callable[[dict[str, torch.Tensor], Path], Any]) -> None:
-    """Another file of the same size under the same name."""
-    write(state(7.0), path)
+def other(server: Server, path: Path, write: Any, **more: torch.Tensor) -> None:
+    """Another file under the same name, and the server tells it."""
+    write(state(7.0) | more, path)
     server.tag = "two"
 
 
-def other_size(server: Server, path: Path, write: Callable[[dict[str, torch.Tensor], Path], Any]) -> None:
-    """A longer file."""
-    write(state() | {"more": torch.zeros(9)}, path)
-    server.tag = "two"
-
-
-def gone(server: Server, path: Path, _: Any) -> None:
-    """No file."""
-    path.unlink()
-
-
-def shorter(server: Server, path: Path, _: Any) -> None:
-    """The file is cut; its tag stays, as a server without tags in mind may do."""
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def no_ranges(server: Server, path: Path, _: Any) -> None:
-    """The server gives whole files now."""
+def no_ranges(server: Server, path: Path, write: Any) -> None:
+    """The server gives whole files now, and another one."""
     server.ranges = False
-    other_bytes(server, path, torch.save if path.suffix == ".pth" else save_file)
+    other(server, path, write)
 
 
-def without_tags(server: Server, path: Path, write: Callable[[dict[str, torch.Tensor], Path], Any]) -> None:
-    """Another file of the same size; the server, as from the beginning, tells one from another by nothing."""
-    write(state(7.0), path)
-
-
-CHANGES = {"bytes": other_bytes, "untold": without_tags, "size": other_size, "gone": gone, "cut": shorter, "whole": no_ranges}
+CHANGES: dict[str, Callable[[Server, Path, Any], object]] = {
+    "bytes": other, "whole": no_ranges, "gone": lambda server, path, _: path.unlink(),
+    "size": lambda server, path, write: other(server, path, write, more=torch.zeros(9)),
+    "untold": lambda server, path, write: write(state(7.0), path),  # and no tags from the beginning
+    "cut": lambda server, path, _: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),  # the tag stays
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("after", [1, 3, 5])
@@ -113,24 +98,18 @@ def test_bytes_that_change_between_ranges(
     assert len({first - place for place, first in enumerate(firsts)}) == 1
 
 
-class Lies:
-    """Headers and bodies that are not those of the range that was asked for."""
-
-    def __init__(self, pattern: str, header: str, body: Callable[[bytes], bytes] = lambda data: data) -> None:
-        self.pattern, self.header, self.body = pattern, header, body
-
-
+# The header of a range, and how many bytes of its body are missing.
 LIES = {
-    "shifted": Lies("bytes {start}-{end}/{size}", "bytes {next}-{end}/{size}"),
-    "other-size": Lies("", "bytes {start}-{end}/{less}"), "no-size": Lies("", "nonsense"), "star": Lies("", "bytes */{size}"),
-    "short-body": Lies("", "bytes {start}-{end}/{size}", lambda data: data[:-7]),
+    "shifted": ("bytes {next}-{end}/{size}", 0), "other-size": ("bytes {start}-{end}/{less}", 0), "no-size": ("nonsense", 0),
+    "star": ("bytes */{size}", 0), "short-body": ("bytes {start}-{end}/{size}", 7),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LIES)
 def test_ranges_that_are_others(name: str, folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second range on the server tells or sends another: refused."""
-    path, lie, size = folder / "zip.pth", LIES[name], (folder / "zip.pth").stat().st_size
+    path, (header, lost), size = folder / "zip.pth", LIES[name], (folder / "zip.pth").stat().st_size
+    monkeypatch.setattr("time.sleep", lambda _: None)
     answers = Handler.do_GET
 
     def answer(self: Handler) -> None:
@@ -140,9 +119,9 @@ def test_ranges_that_are_others(name: str, folder: Path, server: Server, monkeyp
             return
         server.requests.append(self.headers["Range"])
         start, end = int(asked[1]), min(int(asked[2]), size - 1)
-        body = lie.body(path.read_bytes()[start : end + 1])
+        body = path.read_bytes()[start : end + 1 - lost]
         self.send_response(206)
-        told = lie.header.format(start=start, end=end, size=size, next=start + 1, less=size - 1)
+        told = header.format(start=start, end=end, size=size, next=start + 1, less=size - 1)
         for key, value in {"Content-Range": told, "Content-Length": str(len(body)), "ETag": server.tag}.items():
             self.send_header(key, value)
         self.end_headers()
@@ -163,10 +142,14 @@ def test_a_server_without_tags(folder: Path, server: Server) -> None:
 
 
 def test_failures_that_pass_and_that_do_not(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy server is asked again, a missing file is told; a moved one is followed."""
+    """A busy server is asked again after every answer that may mend, a missing file is told; a moved one is followed."""
     monkeypatch.setattr("time.sleep", lambda _: None)
-    server.failures = 2
-    assert len(ckpt_tools.inspect(server.url("zip.pth")).tensors) == 4
+    for code in (500, 502, 503, 429):
+        monkeypatch.setattr(Handler, "send_error", lambda self, _, code=code: BaseHTTPRequestHandler.send_error(self, code))
+        server.failures = 2
+        assert len(ckpt_tools.inspect(server.url("zip.pth")).tensors) == 4
+    monkeypatch.undo()
+    monkeypatch.setattr("time.sleep", lambda _: None)
     server.failures = 100
     with pytest.raises(RemoteError):
         ckpt_tools.inspect(server.url("zip.pth"))

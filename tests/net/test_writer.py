@@ -15,7 +15,6 @@ from torch import nn
 
 import ckpt_tools
 import ckpt_tools.torch
-from tests.hostile import pickles as p
 from tests.support.graphs import assert_same, element_bytes
 
 BASE = torch.arange(60.0)
@@ -153,13 +152,3 @@ def big(path: Path) -> Path:
         file.seek(8 + len(header) + SIZE - 1)
         file.write(b"\x09" + struct.pack("<5f", *range(5)))
     return path
-
-
-def test_a_pickle_that_torch_reads_alone(tmp_path: Path) -> None:
-    """`weights_only` takes what we write of plain data, in protocol 2, with torch's own names only."""
-    torch.save({"w": torch.ones(2), "n": {"x": [1, 2.5, None, True, "é"], 3: (1, 2)}}, tmp_path / "in.pth")
-    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth")
-    with zipfile.ZipFile(tmp_path / "out.pth") as made:
-        data = made.read(next(name for name in made.namelist() if name.endswith("data.pkl")))
-    assert data.startswith(p.PROTO2)
-    assert_same(torch.load(tmp_path / "in.pth"), torch.load(tmp_path / "out.pth", weights_only=True))

@@ -1,7 +1,11 @@
 """The command line in this process: `ckpt("inspect", path)`."""
 
+import importlib
+import pkgutil
+
 from click.testing import CliRunner, Result
 
+import ckpt_tools
 from ckpt_tools.cli import main
 
 __all__ = ["ckpt", "main"]
@@ -14,3 +18,10 @@ def ckpt(*args: object, code: int | None = 0) -> Result:
         raise result.exception
     assert code is None or result.exit_code == code, result.output
     return result
+
+
+def import_all() -> None:
+    """Every module of ckpt_tools, also those that commands import late."""
+    for module in pkgutil.walk_packages(ckpt_tools.__path__, "ckpt_tools."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)

@@ -1,6 +1,6 @@
-"""What each process of a two-process job does: saves an FSDP2 model whole, and loads files into one.
+"""What each process of a two-process job does: saves an FSDP2 model whole, loads files into one, and folders by torch's reader.
 
-Run by tests.support.job: fsdp_job.py FOLDER
+Run by tests.support.job: fsdp_job.py FOLDER, in which a dcp that we wrote is called `ours`
 """
 
 import os
@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from ckpt_tools.errors import CkptError, UsageError
@@ -78,6 +81,23 @@ except CkptError:
     pass
 else:
     raise AssertionError("a folder that is not there was written to")
+
+# a folder that we wrote, in one process, loaded by torch's own reader; and what it saves of FSDP2 and in columns
+pair = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4, dtype=torch.float64))
+fully_shard(pair, mesh=mesh)
+columns = distribute_tensor(torch.zeros(3, 7), mesh, [Shard(1)])
+state: dict[str, Any] = {"model": pair.state_dict(), "columns": columns, "tied": torch.zeros(5, 6), "epoch": 0}
+dcp.load(state, checkpoint_id=folder / "ours")  # resharded: it was written by one process
+torch.manual_seed(1)
+wanted = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4, dtype=torch.float64)).state_dict()
+for name, tensor in pair.state_dict().items():
+    assert torch.equal(tensor.full_tensor(), wanted[name]), name
+assert torch.equal(columns.full_tensor(), torch.arange(21.0).view(3, 7))
+assert torch.equal(state["tied"], wanted["0.weight"])
+assert state["epoch"] == 7
+
+saved = {"model": pair.state_dict(), "columns": columns, "nested": {"lr": 0.5, "list": [torch.ones(2), {"x": [1, 2]}]}}
+dcp.save(saved, checkpoint_id=folder / "theirs")
 dist.barrier()
 dist.destroy_process_group()
 sys.stdout.flush()

@@ -34,11 +34,6 @@ def persistent(
     return tuple_of(text("storage"), glob("torch", kind), text(key), text(device), count, view) + b"Q"
 
 
-def view_of(key: str, offset: int, numel: int) -> bytes:
-    """The sixth part of a persistent id: which range of the storage is meant."""
-    return tuple_of(text(key), integer(offset), integer(numel))
-
-
 def floats(*values: float) -> bytes:
     """A storage of floats as it stands in the stream: their count, then they."""
     return struct.pack(f"<q{len(values)}f", len(values), *values)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support import attention
+
 
 class Layers(nn.Module):
     """A network of layers by name, in an order of its author's; `computed` is what it does with them."""
@@ -52,23 +54,12 @@ def chain_b() -> nn.Module:
 
 def attention_a() -> nn.Module:
     """As one operation."""
-
-    def computed(net: Any, x: Tensor) -> Tensor:
-        q, k, v = (_heads(layer(x)) for layer in (net.gamma, net.alpha, net.delta))
-        return net.beta(_joined(F.scaled_dot_product_attention(q, k, v)))
-
-    return Layers(linear("alpha beta gamma delta"), computed)
+    return attention.Old()
 
 
 def attention_b() -> nn.Module:
     """Written out, the keys first and the scores turned around."""
-
-    def computed(net: Any, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).reshape(*x.shape[:2], 2, 4) for layer in (net.w, net.x, net.y))
-        scores = torch.einsum("bjhd,bihd->bhij", k, q) / 2
-        return net.z(torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).flatten(2))
-
-    return Layers(linear("w x y z"), computed)
+    return attention.New()
 
 
 def attention_c() -> nn.Module:

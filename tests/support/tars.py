@@ -47,3 +47,9 @@ def torch_tar(root: bytes, stored: bytes, described: bytes | None) -> bytes:
     """A whole file."""
     members = {"sys_info": pickle(b"}"), "storages": stored, "pickle": pickle(root)}
     return tar(members | ({} if described is None else {"tensors": described}))
+
+
+def checksummed(header: bytes) -> bytes:
+    """A header of 512 bytes with the sum that makes it one."""
+    block = header[:148] + b" " * 8 + header[156:]
+    return block[:148] + b"%06o\0 " % sum(block) + block[156:]

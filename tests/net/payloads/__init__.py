@@ -1,9 +1,11 @@
-"""Files by their bytes: payloads.txt has those that mean harm, honest.txt objects of libraries, refused.txt broken checkpoints.
+"""Files by their bytes: payloads.txt has those that mean harm, honest.txt objects of libraries, refused.txt broken checkpoints,
+read.txt odd ones that are read.
 
 A row of the first two has, with tabs between: the verdict of `scan`, a name, what is told first, and the bytes in hex, where
 `(00){512}` is 512 times 00. `dangerous/needs-code` is an honest object that is called dangerous: it may become less.
-A row of the third has: the error, a name, the file's name, what the bytes are (the file; `safetensors`: a file that safetensors
-refuses too; `pickle`: that of a torch-zip with six floats), words of the message with ` | ` between, and the bytes.
+A row of the third has: the error, a name, the file's name, what the bytes are (the file; `safetensors` or
+`torch`: a file that these refuse too; `pickle` or `torch-pickle`: that of a torch-zip with six floats), words of the message
+with ` | ` between, and the bytes. A row of the fourth: a name, the file's name, `file` or `pickle`, tensors, bytes.
 """
 
 import re
@@ -63,7 +65,7 @@ class Refused:
     file: str
     words: list[str]
     data: bytes
-    reference: bool  # safetensors refuses it too
+    reference: str  # "torch" or "safetensors" where these refuse it too
 
 
 def refused() -> list[Refused]:
@@ -72,9 +74,21 @@ def refused() -> list[Refused]:
     for line in Path(__file__).with_name("refused.txt").read_text("utf-8").splitlines():
         if not line.startswith("# "):
             error, name, file, kind, words, written = line.split("\t")
-            data = torch_zip(unhex(written), {"0": struct.pack("<6f", *range(6))}) if kind == "pickle" else unhex(written)
-            found.append(Refused(getattr(errors, error), name, file, words.split(" | "), data, kind == "safetensors"))
+            reference = kind.partition("-")[0].replace("file", "").replace("pickle", "")
+            found.append(Refused(getattr(errors, error), name, file, words.split(" | "), whole(kind, written), reference))
     return found
+
+
+def read() -> list[tuple[str, str, list[str], bytes]]:
+    """The rows of read.txt: a name, the file's name, the paths of its tensors, the bytes."""
+    lines = Path(__file__).with_name("read.txt").read_text("utf-8").splitlines()
+    split = (line.split("\t") for line in lines)
+    return [(name, file, where.split(" | "), whole(kind, written)) for name, file, kind, where, written in split]
+
+
+def whole(kind: str, written: str) -> bytes:
+    """The file, where a pickle alone is written too."""
+    return torch_zip(unhex(written), {"0": struct.pack("<6f", *range(6))}) if "pickle" in kind else unhex(written)
 
 
 def judged(path: Path, name: str = "") -> Row:
