@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from torch.distributed import TCPStore
 
 import train as package
 from tests.support.job import job
 from train import train as loop
+from train.__main__ import command
 from train.config import Config
 
 ROOT = Path(package.__file__).parents[1]
@@ -36,10 +38,25 @@ def spelled(options: dict[str, Any]) -> list[str]:
 
 
 def run(out: Path, **options: Any) -> dict[str, Any]:
-    """Trains in this process; the last checkpoint."""
-    options = {"weights": "none", **options}
+    """Trains in this process, on few images where neither images nor a checkpoint are named; the last checkpoint."""
+    few = {} if {"data", "resume"} & options.keys() else FEW
+    options = {"weights": "none", **few, **options}
     assert loop.train(Config(out=out, **options), frozenset(options)) == 0
     return last(out)
+
+
+def called(*options: object, code: int | None = 0) -> Result:
+    """The command line; fails where it ends with another exit code, None for any."""
+    done = CliRunner().invoke(command, [str(option) for option in options])
+    assert code is None or done.exit_code == code, done.output
+    assert "Traceback" not in done.output
+    return done
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, without times."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
 
 
 def last(out: Path) -> dict[str, Any]:
