@@ -151,22 +151,22 @@ def test_an_index_comes_last(memory: Any, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_failed_folder_leaves_nothing(
     memory: Any, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver that fails at any file leaves no new folder."""
+    """A driver that fails at any file, or as an index takes its place, leaves no new folder."""
     torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
-    opened = type(memory).open
-    left = [0]
+    opened, left, files = type(memory).open, [0], 4 if "shard_size" in options else 2
 
     def broken(self: Any, path: str, mode: str = "rb", **rest: Any) -> Any:
         left[0] -= mode == "wb"
         if mode == "wb" and left[0] == 0:
-            raise PermissionError("no")
+            refused()
         return opened(self, path, mode, **rest)
 
-    files = 4 if "shard_size" in options else 2
     monkeypatch.setattr(type(memory), "open", broken)
-    for number in range(1, files + 1):
+    for number in range(1, files + 2):
         left[0] = number
-        with pytest.raises(RemoteError, match="cannot be reached"):
+        with monkeypatch.context() as patch, pytest.raises(RemoteError, match="cannot be reached"):
+            if number > files:
+                patch.setattr(type(memory), "mv", refused)
             convert(tmp_path / "in.pth", "memory://runs/new", **options)
         assert not memory.store
         assert not memory.exists("/runs/new")
@@ -175,17 +175,8 @@ def test_a_failed_folder_leaves_nothing(
     assert len(content(memory, "/runs/new")) == files
 
 
-def test_a_rename_that_fails_leaves_nothing(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the file system fails as the index takes its place, all of the folder goes."""
-    torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
-
-    def broken(*_: Any, **__: Any) -> None:
-        raise PermissionError("no")
-
-    monkeypatch.setattr(type(memory), "mv", broken)
-    with pytest.raises(RemoteError, match="cannot be reached"):
-        convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000)
-    assert not memory.store
+def refused(*_: Any, **__: Any) -> None:
+    raise PermissionError("no")
 
 
 def test_a_file_address(tmp_path: Path) -> None:
@@ -211,7 +202,7 @@ def test_a_failed_upload_leaves_nothing(memory: Any, tmp_path: Path, monkeypatch
 
     def broken(*arguments: Any, **options: Any) -> Any:
         file = opened(*arguments, **options)
-        monkeypatch.setattr(file, "write", lambda _: (_ for _ in ()).throw(PermissionError("no")))
+        monkeypatch.setattr(file, "write", refused)
         return file
 
     monkeypatch.setattr(type(memory), "open", broken)

@@ -155,7 +155,7 @@ def recipes() -> list[Any]:
 
 
 def commands() -> list[str]:
-    """Every line of a recipe that runs ckpt, by the installed command: the one file is tried in test_pyz.py."""
+    """Every line of a recipe that runs ckpt, by the installed command: the one file is tried in test_without_torch.py."""
     found = []
     for recipe in recipes():
         jobs = [*recipe.get("jobs", {}).values(), recipe.get("checkpoints", {})] if isinstance(recipe, dict) else []
