@@ -89,14 +89,19 @@ def test_verls_folder(tmp_path: Path) -> None:
 
 
 def test_the_folders_own_file_is_taken_before_the_inner_one(tmp_path: Path) -> None:
-    """A config.json in both places: that beside the ranks comes along, the other stays and is said."""
+    """A config.json in both places: that beside the ranks comes along, the other stays and is said.
+
+    What the input keeps to its owner the output does too, also from the inner folder.
+    """
     save_ranks(tmp_path / "in", fsdp2, 1)
     (tmp_path / "in" / "huggingface").mkdir()
-    (tmp_path / "in" / "config.json").write_bytes(CONFIG)
-    (tmp_path / "in" / "huggingface" / "config.json").write_bytes(b"{}")
-    report = ckpt_tools.convert(tmp_path / "in", tmp_path / "out", format="dcp")
+    for name, content in (("huggingface/config.json", b"{}"), ("config.json", CONFIG)):
+        (tmp_path / "in" / name).write_bytes(content)
+        (tmp_path / "in" / name).chmod(0o600)
+        report = ckpt_tools.convert(tmp_path / "in", tmp_path / "out", format="dcp", overwrite=True)
+        assert (tmp_path / "out" / "config.json").read_bytes() == content
+        assert (tmp_path / "out" / "config.json").stat().st_mode & 0o777 == 0o600
     assert report.stayed == [("huggingface/config.json", "config.json is there already")]
-    assert (tmp_path / "out" / "config.json").read_bytes() == CONFIG
 
 
 def test_a_folder_that_is_there(folder: Path, tmp_path: Path) -> None:
@@ -108,15 +113,3 @@ def test_a_folder_that_is_there(folder: Path, tmp_path: Path) -> None:
     ckpt_tools.convert(folder, out, shard_size="1KB", overwrite=True)
     assert (out / "config.json").read_bytes() == CONFIG
     assert (out / "mine.txt").read_bytes() == b"mine"
-
-
-def test_nobody_else_may_read_them(folder: Path, tmp_path: Path) -> None:
-    """What the input keeps to its owner the output does too, also from verl's inner folder."""
-    save_ranks(tmp_path / "ranks", fsdp2, 1)
-    (tmp_path / "ranks" / "huggingface").mkdir()
-    for path in (folder / "config.json", tmp_path / "ranks" / "huggingface" / "config.json"):
-        path.write_bytes(CONFIG)
-        path.chmod(0o600)
-    for source in ("in", "ranks"):
-        ckpt_tools.convert(tmp_path / source, tmp_path / f"{source}-out", shard_size="1KB")
-        assert (tmp_path / f"{source}-out" / "config.json").stat().st_mode & 0o777 == 0o600
