@@ -15,7 +15,6 @@ from tests.support.samples import FIXTURES, PTH, SAFETENSORS
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All fixtures, made anew."""
     folder = tmp_path_factory.mktemp("fixtures")
     make.main(folder)
     return folder
@@ -39,12 +38,10 @@ def test_fixtures_load_equal(made: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [path.name for path in SAFETENSORS])
 def test_safetensors_fixtures_load_equal(made: Path, name: str) -> None:
-    """The safetensors twins too."""
     assert_same(load_file(FIXTURES / name), load_file(made / name), exact=False)
 
 
 def test_the_table_in_the_script_names_every_fixture() -> None:
-    """The docstring's table is complete."""
     text = make.__doc__ or ""
     for path in (*PTH, *SAFETENSORS):
         assert path.name in text or (path.stem in text and path.suffix in text)
@@ -59,7 +56,6 @@ def test_the_table_in_the_script_names_every_fixture() -> None:
     ],
 )  # fmt: skip
 def test_the_comparison_sees_differences(one: object, two: object) -> None:
-    """What the oracles compare with would notice."""
     with pytest.raises(AssertionError):
         Same().check(one, two)
 

@@ -39,7 +39,6 @@ def reference() -> dict[str, torch.Tensor]:
 def test_one_command_gives_the_weights(
     name: str, options: list[str], reference: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    """And torch loads them, strictly, without the author's class."""
     out = tmp_path / "out.pth"
     done = run("convert", FOUND / name, out, *options)
     assert done.exit_code in (0, None), done.output

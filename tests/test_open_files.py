@@ -54,7 +54,6 @@ def without_paths(value: Any) -> Any:
 
 
 def opened(kind: str, folder: Path) -> BinaryIO:
-    """The checkpoint in an open file."""
     if kind == "memory":
         return io.BytesIO(BYTES)
     if kind == "on disk":
@@ -83,7 +82,6 @@ def test_an_open_file_reads_as_its_path_does(call: str, kind: str, tmp_path: Pat
 
 
 def test_load_into_from_memory() -> None:
-    """load_into takes one too, with hooks or without."""
     for hooks in (False, True):
         model = nn.Linear(2, 2)
         file = io.BytesIO()
@@ -119,7 +117,6 @@ def test_the_name_of_an_open_file_decides(tmp_path: Path) -> None:
 
 
 def test_repaired_and_averaged_in_memory() -> None:
-    """The other calls that write one file."""
     for write in (
         lambda file: ckpt_tools.repair(io.BytesIO(BYTES[:-100]), file),
         lambda file: ckpt_tools.average([io.BytesIO(BYTES), SINGLE], file),
@@ -131,7 +128,6 @@ def test_repaired_and_averaged_in_memory() -> None:
 
 
 def test_nothing_is_written_when_it_fails() -> None:
-    """An open file gets all or nothing."""
     file = io.BytesIO()
     with pytest.raises(CkptError, match="changes no name"):
         ckpt_tools.convert(SINGLE, file, rename="^nowhere=x")
@@ -172,7 +168,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be(case: str) -> None:
-    """What an open file cannot do is said, with what to do instead."""
     call, error, text = REFUSED[case]
     with pytest.raises(error, match=text):
         call()

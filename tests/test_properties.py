@@ -203,7 +203,6 @@ def tensors(draw: Any) -> dict[str, torch.Tensor]:
 
 
 def view(draw: Any, storage: torch.Tensor) -> torch.Tensor:
-    """Some view on a storage."""
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     stride = draw(st.lists(st.integers(0, 6), min_size=len(shape), max_size=len(shape)))
     offset = draw(st.integers(0, storage.numel()))

@@ -29,7 +29,6 @@ BARE = ["-I", "-S"]  # Python without site-packages, the current folder and the 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files."""
     folder = tmp_path_factory.mktemp("files") / "here"
     make_files(folder)
     return folder
@@ -270,7 +269,6 @@ def start(one_file: Path, arguments: list[str], where: Path, options: list[str] 
 
 @pytest.fixture(scope="module")
 def one_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file, made of what is here."""
     place = tmp_path_factory.mktemp("dist") / "ckpt.pyz"
     pyz.write(place)
     return place

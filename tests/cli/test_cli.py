@@ -21,7 +21,6 @@ from tests.support.terminal import COMMANDS, ROOT, run, shell
 
 
 def test_empty_folder_is_refused(tmp_path: Path) -> None:
-    """A folder without checkpoints is an error, not silence."""
     result = run("inspect", tmp_path)
     assert result.exit_code == 3
     assert "folder without checkpoints" in result.stderr
@@ -48,7 +47,6 @@ def test_the_learning_rate_is_a_value(training_file: Path) -> None:
 
 
 def test_help_has_an_example_and_every_option() -> None:
-    """Each --help shows a command to copy."""
     short, whole = run("convert", "--help").output, run("convert", "--help-all").output
     command = main.get_command(click.Context(main), "convert")
     assert command is not None
@@ -83,7 +81,6 @@ def test_a_file_alone_is_inspected(training_file: Path, monkeypatch: pytest.Monk
 
 
 def test_an_address_alone_is_inspected() -> None:
-    """`ckpt ADDRESS` is `ckpt inspect ADDRESS`."""
     given = "nowhere://bucket/model.pth"
     assert (told := run(given)).exit_code == 3
     assert told.output == run("inspect", given).output
@@ -159,8 +156,6 @@ def test_without_numpy_torch_is_quiet(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-# --- -q, -n and -o mean one thing in every command
-
 DDP, SINGLE = FIXTURES / "ddp.pth", FIXTURES / "single.pth"
 
 
@@ -187,9 +182,6 @@ def test_out_is_an_option_too(command: str, tmp_path: Path) -> None:
     assert "OUT is given twice" in twice.output
 
 
-# --- outputs
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -202,7 +194,6 @@ def test_out_is_an_option_too(command: str, tmp_path: Path) -> None:
 def test_no_input_is_replaced_by_what_is_written_about_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
 ) -> None:
-    """Not by --overwrite either, and whatever it is called."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     for name in ("model.pth", "weights", "folder/pytorch_model.bin"):

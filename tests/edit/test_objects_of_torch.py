@@ -124,7 +124,6 @@ class Wrapped(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "Wrapped":
-        """A float32 tensor on the outside."""
         made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
         made.inner, made.scale = inner, 0.5  # type: ignore[attr-defined]
         return made
@@ -191,7 +190,6 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def unusual() -> dict[str, torch.Tensor]:
-    """One of each kind."""
     dense = torch.eye(3)
     with warnings.catch_warnings():  # torch calls some of these a beta or a prototype
         warnings.simplefilter("ignore")

@@ -19,7 +19,6 @@ KERNEL = 1 << 20
 
 @pytest.fixture(autouse=True)
 def plain_umask() -> Iterator[None]:
-    """What is usual: others may read."""
     old = os.umask(0o022)
     yield
     os.umask(old)
@@ -35,7 +34,6 @@ def private(tmp_path: Path) -> Path:
 
 
 def mode(path: Path) -> int:
-    """Its permissions."""
     return stat.S_IMODE(path.stat().st_mode)
 
 
@@ -102,7 +100,6 @@ def test_what_is_replaced_hands_on_what_it_had(bits: int, private: Path) -> None
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
 def test_the_owner_stays(private: Path) -> None:
-    """Root replaces a user's file: it stays the user's."""
     out = private.with_name("out.pth")
     out.write_bytes(b"old")
     os.chown(out, 12345, 12346)

@@ -44,7 +44,8 @@ def far(request: pytest.FixtureRequest, server: Server, memory: Any, tmp_path: P
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["check", "@a.pth"], ["inspect", "@model_1.pt"], ["check", "--values", "--digest", "@flipped.pth"], ["check", "@cut.pth"],
+        ["check", "@a.pth"], ["inspect", "@model_1.pt"],
+        ["check", "--values", "--digest", "@flipped.pth"], ["check", "@cut.pth"],
         ["check", "@shards/model.safetensors.index.json", "@b.pth"], ["check", "--against", "@a.pth", "@b.pth"],
         ["stats", "@a.pth"], ["stats", "@shards/model.safetensors.index.json"], ["diff", "@a.pth", "@b.pth"],
         ["diff", "--values", "@a.pth", "@shards/model.safetensors.index.json"], ["match", "@a.pth", "--like", "@b.pth"],
@@ -87,7 +88,7 @@ def test_average_and_report(far: str, memory: Any, tmp_path: Path) -> None:
 
 
 def test_repair(far: str, server: Server, tmp_path: Path) -> None:
-    """What is whole in a damaged file at an address is saved into a file, as from the disk; what is packed is unpacked first."""
+    """What is whole in a damaged file at an address is saved, as from the disk; what is packed is unpacked first."""
     for name in ("flipped.pth", "cut.pth"):
         remote = repair(f"{far}{name}", tmp_path / "one.pth", overwrite=True)
         local = repair(tmp_path / "far" / name, tmp_path / "two.pth", overwrite=True)
@@ -100,7 +101,6 @@ def test_repair(far: str, server: Server, tmp_path: Path) -> None:
 
 
 def test_loading(far: str, tmp_path: Path) -> None:
-    """load_into and load_state_dict take addresses."""
     expected = torch.load(tmp_path / "far" / "a.pth", weights_only=True)
     found = load_state_dict(f"{far}a.pth")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -175,7 +175,6 @@ def test_a_layer_in_front_of_an_image() -> None:
 
 
 def test_convert_refuses_a_flatten(tmp_path: Path) -> None:
-    """What is ambiguous is not written."""
     options: dict[str, Any] = {"like": Tiny(5, 20, 7), "match": "structure", "drop": ["lr", "phase"], "reinit": COUNTER}
     with pytest.raises(MatchError, match="flattened image"):
         ckpt_tools.convert(HERE / "flax.msgpack", tmp_path / "out.safetensors", **options)

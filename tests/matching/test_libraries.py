@@ -17,7 +17,6 @@ Truth = set[tuple[tuple[str, ...], tuple[str, ...]]]
 
 
 def shape_of(text: str) -> tuple[int, ...]:
-    """`[4,3]` as sizes."""
     return tuple(int(size) for size in text.strip("[]").split(",") if size)
 
 

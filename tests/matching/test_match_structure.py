@@ -296,9 +296,6 @@ def test_every_tensor_has_one_fate(data: st.DataObject) -> None:
     assert {*used, *(row.old for row in found.matched if row.reason == "tied"), *found.unexpected} == set(sides[0])
 
 
-# --- as many as there are
-
-
 def test_of_many_candidates_the_first_are_listed() -> None:
     """Hundreds of layers that nothing tells apart are ambiguous, each with 100 of the others."""
     words = ["".join(letters) for letters in product("bfgjz", repeat=3)]
@@ -314,9 +311,6 @@ def test_names_that_mean_too_many_things_are_left_undecided() -> None:
     found = matched(*({f"{joint.join(name)}.weight": (4, 4) for name in names} for joint in "._"))
     assert not found.matched
     assert len(found.ambiguous) == len(names)
-
-
-# --- names
 
 
 WORDS_OF_NAMES = st.lists(st.sampled_from(["module", "a", "b", "_orig_mod", "fc"]), min_size=1, max_size=4)

@@ -31,7 +31,6 @@ def save(path: Path, **tensors: torch.Tensor) -> Path:
 
 
 def test_a_file_is_the_same_as_itself() -> None:
-    """Every fixture, whatever it holds, compares equal with itself."""
     for path in (*PTH, *SAFETENSORS):
         report = diff(path, path, values=True)
         assert report.same, report.summary

@@ -82,7 +82,6 @@ TIED = {"tie_word_embeddings": True}
 
 
 def copied(folder: Path, said: object, **changed: torch.Tensor) -> Path:
-    """A model's folder."""
     if said is not None:
         (folder / "config.json").write_text(json.dumps(said))
     tensors = {"model.embed_tokens.weight": TABLE, "lm_head.weight": TABLE.clone()} | changed
@@ -106,7 +105,6 @@ def test_they_are_one(tmp_path: Path, said: object) -> None:
 
 
 def test_encoder_and_decoder_of_shared(tmp_path: Path) -> None:
-    """T5's."""
     names = ["shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"]
     save(tmp_path / "in.pth", {name: TABLE.clone() for name in names})
     (tmp_path / "config.json").write_text(json.dumps(TIED))
@@ -125,13 +123,9 @@ def test_encoder_and_decoder_of_shared(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_it_is_refused(tmp_path: Path, said: object, changed: dict[str, torch.Tensor], word: str) -> None:
-    """Where nothing says so, or one bit differs."""
     with pytest.raises(CkptError, match=word):
         convert(copied(tmp_path, said, **changed), tmp_path / "out.pth", tie=True)
     assert not (tmp_path / "out.pth").exists()
-
-
-# --- metadata
 
 
 def test_texts_are_set_and_dropped(tmp_path: Path) -> None:

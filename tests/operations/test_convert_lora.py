@@ -89,7 +89,6 @@ def factors(module: str, outputs: int = 7, inputs: int = 5) -> tuple[Tensors, to
 
 
 def weights(*names: str) -> Tensors:
-    """A base."""
     return {f"{name}.weight": torch.randn(7, 5) for name in names}
 
 
@@ -98,7 +97,8 @@ def weights(*names: str) -> Tensors:
 def test_a_base_layer_is_what_the_change_is_added_to(kind: tuple[str, ...], rows: int, tmp_path: Path) -> None:
     """The weight that PEFT saves beside the factors gets them; a resized one comes in the base's place, which is said."""
     base = weights(EMBED, HEAD)
-    parts, wanted = {}, dict(base)
+    parts: Tensors = {}
+    wanted = dict(base)
     for module in kind:
         own, delta = factors(module, rows)
         before = base[f"{module}.weight"] if rows == 7 else torch.randn(rows, 5)
@@ -145,9 +145,6 @@ def test_a_head_held_whole_beside_a_changed_embedding(tmp_path: Path) -> None:
     torch.testing.assert_close(made, {f"{EMBED}.weight": base[f"{EMBED}.weight"] + delta, f"{HEAD}.weight": head})
 
 
-# --- a quantised base (QLoRA)
-
-
 def test_it_is_dequantised_first(tmp_path: Path) -> None:
     """In one command as in two, to the bit; and without `dequantize` it is refused."""
     base = FIXTURES / "quantised" / "bitsandbytes.safetensors"
@@ -168,7 +165,6 @@ def test_it_is_dequantised_first(tmp_path: Path) -> None:
 
 
 def test_quantised_experts_are_refused_as_such(tmp_path: Path) -> None:
-    """MXFP4 experts, as gpt-oss has them, are plain first."""
     parts, _ = factors("model.layers.0.mlp.experts", 96, 24)
     given = adapter(tmp_path / "a", parts, r=1, target_parameters=["experts.gate_up_proj"])
     base = FIXTURES / "quantised" / "mxfp4.safetensors"
@@ -177,11 +173,7 @@ def test_quantised_experts_are_refused_as_such(tmp_path: Path) -> None:
     assert merge(tmp_path, base, given, dequantize="fp32")[1].merged[0].ranks == {1: 1}
 
 
-# --- refusals
-
-
 def pair(module: str, outputs: int = 6) -> Tensors:
-    """The two factors of a module."""
     return factors(module, outputs, 6)[0]
 
 

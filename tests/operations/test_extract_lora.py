@@ -34,12 +34,10 @@ def extracted(folder: Path, base: Any, tuned: Any, *, suffix: str = ".safetensor
 
 
 def merged(folder: Path, suffix: str = ".safetensors") -> Any:
-    """The base with the extracted adapter."""
     return merge(folder, folder / f"base{suffix}", folder / "out", f"merged{suffix}")[0]
 
 
 def config(folder: Path) -> Any:
-    """The adapter's configuration."""
     return json.loads((folder / "out" / "adapter_config.json").read_text())
 
 

@@ -49,7 +49,6 @@ def test_a_base_with_a_weight_for_each_expert(names: tuple[str, ...], tmp_path: 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("experts", {"2": 3}), ("experts-patterns", {"2": 2, "3": 1})])
 def test_what_inspect_tells(kind: str, ranks: dict[str, int]) -> None:
-    """The rank is that of one expert, of each parameter its own."""
     told = ckpt_tools.inspect(LORA / kind / "adapter_model.safetensors").adapter
     assert told is not None
     assert (told["ranks"], told["experts"], told["modules"], told["problem"]) == (ranks, [3], 3, None)
@@ -124,7 +123,6 @@ def test_grouped_factors(layout: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_grouped_factors_that_are_not_whole(gone: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """Refused with the factors, or with what the configuration says."""
     grouped(tmp_path / "a", **settings)
     path = tmp_path / "a" / "adapter_model.safetensors"
     count = {"half": 1, "empty": 0}.get(gone, EXPERTS)  # of fewer experts than the base has

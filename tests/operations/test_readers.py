@@ -16,12 +16,10 @@ CALL = b"cos\nsystem\n(S'true'\ntR"
 
 
 def frame(length: int) -> bytes:
-    """The opcode FRAME."""
     return b"\x95" + struct.pack("<Q", length)
 
 
 def text(value: str) -> bytes:
-    """BINUNICODE."""
     return b"X" + struct.pack("<I", len(value)) + value.encode()
 
 

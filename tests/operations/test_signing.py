@@ -202,7 +202,6 @@ def test_what_is_not_signed(signed: tuple[Path, Path, Path]) -> None:
 
 @pytest.mark.parametrize("field", ["payload", "payloadType", "signatures"])
 def test_an_envelope_with_a_key_twice(field: str, signed: tuple[Path, Path, Path]) -> None:
-    """Another reader of DSSE may take the other of two payloads."""
     path, public, signature = signed
     signature.write_text('{"%s": "e30=", %s' % (field, signature.read_text().lstrip()[1:]))  # noqa: UP031 - it has braces
     with pytest.raises(SignatureError, match="is not a signature"):
@@ -283,7 +282,6 @@ def test_a_signature_does_not_vouch_for_code(name: str, signed: tuple[Path, Path
 
 
 def test_what_cannot_be_examined_is_not_verified(signed: tuple[Path, Path, Path]) -> None:
-    """A record of the zip that nobody here can open may hold anything."""
     path, public, signature = signed
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("model/extra/code", b"7z\xbc\xaf\x27\x1c" + bytes(90))
@@ -311,7 +309,6 @@ def test_every_file_of_a_folder_counts(signed: tuple[Path, Path, Path]) -> None:
 def test_the_current_folder_has_its_signature_beside_it(
     signed: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the folder's name, not `..sig` in it."""
     path, public, _ = signed
     ckpt_tools.convert(path, path.with_name("shards"), select="model", shard_size="5 KB")
     monkeypatch.chdir(path.with_name("shards"))
@@ -379,7 +376,6 @@ def wrapped_beside(state: dict[str, torch.Tensor]) -> None:
 
 
 def behind_a_text(state: dict[Any, torch.Tensor]) -> None:
-    """Two keys that are one path as text."""
     state["None"], state[None] = torch.zeros(2), torch.ones(2)
 
 

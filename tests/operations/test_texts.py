@@ -38,7 +38,6 @@ TEXT = base64.b64encode(EVIL).decode()
 
 
 def archive(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    """A zip of these members."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", compression) as file:
         for name, data in members.items():
@@ -47,7 +46,6 @@ def archive(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) ->
 
 
 def tar(name: str, data: bytes) -> bytes:
-    """A tar with one member."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as file:
         info = tarfile.TarInfo(name)
@@ -85,7 +83,6 @@ HIDDEN = {
 
 
 def scanned(tmp_path: Path, data: bytes) -> ckpt_tools.Scanned:
-    """The report on a file of these bytes."""
     (tmp_path / "file").write_bytes(data)
     (report,) = ckpt_tools.scan(tmp_path / "file")
     return report
@@ -124,7 +121,6 @@ def test_however_a_pickle_in_a_text_begins(data: bytes, verdict: str, tmp_path: 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_a_zip_in_a_zip_may_have_bytes_in_front(compression: int, tmp_path: Path) -> None:
-    """A member that ends as a zip is one, whatever it begins with."""
     inner = b"\xff\xfe\0\1" * 2000 + archive({"data": in_json(TEXT)})
     (tmp_path / "outer.zip").write_bytes(archive({"model/best.zip": inner}, compression))
     assert ckpt_tools.scan(tmp_path / "outer.zip")[0].verdict == "dangerous"
@@ -166,7 +162,6 @@ def test_an_honest_policy_needs_code(tmp_path: Path) -> None:
 
 
 def test_code_of_a_lambda_layer_could_not_be_examined(tmp_path: Path) -> None:
-    """Keras keeps the code of a function by marshal, in base64."""
     code = base64.b64encode(marshal.dumps((lambda x: x).__code__)).decode()
     report = scanned(tmp_path, archive({"config.json": json.dumps({"class_name": "__lambda__", "code": code}).encode()}))
     assert report.verdict == "unexamined"
@@ -192,7 +187,6 @@ def test_honest_texts_hold_nothing_to_run(name: str, tmp_path: Path) -> None:
 
 
 def test_every_command_sees_the_metadata_of_safetensors(tmp_path: Path) -> None:
-    """scan, inspect and check say the same of a pickle in the header."""
     save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors", {"x": TEXT})
     verdicts = [ckpt_tools.scan(tmp_path / "m.safetensors")[0].verdict]
     verdicts += [ckpt_tools.inspect(tmp_path / "m.safetensors").safety.verdict]

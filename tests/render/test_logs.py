@@ -138,13 +138,9 @@ def test_scan_as_junit(models: Path) -> None:
 
 @pytest.mark.parametrize("form", ["sarif", "github", "junit"])
 def test_the_exit_code_is_the_same(form: str, models: Path) -> None:
-    """Whatever the form, a script sees what happened."""
     for command in ("check", "scan"):
         assert run(command, "--format", form, "models").exit_code == run(command, "models").exit_code
     ckpt("check", "--format", form, "models/single.pth")
-
-
-# --- recipes
 
 
 def recipes() -> list[Any]:

@@ -31,7 +31,6 @@ HOSTILE = [
 
 
 def embedded(text: str) -> dict[str, Any]:
-    """The data in a page."""
     (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     data: dict[str, Any] = json.loads(found)
     return data
@@ -146,7 +145,6 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One browser for all of these tests."""
     with Browser(tmp_path_factory.mktemp("profile")) as running:
         yield running
 

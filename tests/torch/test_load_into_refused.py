@@ -103,7 +103,6 @@ UNUSUAL: dict[str, Callable[[], nn.Module]] = {
 
 
 def holder(tensor: torch.Tensor) -> nn.Module:
-    """A module with one buffer."""
     module = nn.Module()
     module.register_buffer("b", tensor)
     return module
@@ -129,7 +128,6 @@ def test_memory_that_is_read_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", UNUSUAL)
 @pytest.mark.filterwarnings("ignore")
 def test_unusual_parameters_are_named(kind: str) -> None:
-    """What cannot be written into is named, not skipped."""
     model = blank_network()
     model.odd = UNUSUAL[kind]()
     with pytest.raises(ConvertError, match=r"'odd\."):
@@ -145,13 +143,11 @@ def test_unusual_parameters_are_named(kind: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_bad_arguments(options: dict[str, Any]) -> None:
-    """What cannot be meant is a usage error, before anything else."""
     expect_refused(blank_network(), FIXTURES / "ddp.pth", UsageError, ".", **options)
 
 
 @pytest.mark.parametrize("location", [lambda storage, tag: storage, 3], ids=["function", "number"])
 def test_map_location_is_a_device_or_a_mapping(location: Any) -> None:
-    """A function, which torch.load takes, is refused with a sentence."""
     with pytest.raises(UsageError, match="`map_location` is"):
         ckpt.load(FIXTURES / "single.pth", map_location=location)
 

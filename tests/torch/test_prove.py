@@ -22,7 +22,6 @@ IMAGE, TEXT = "2x3x8x8", "2x8:50"
 
 @pytest.fixture
 def paths(tmp_path: Path) -> dict[type[nn.Module], Path]:
-    """A file of each network."""
     found: dict[type[nn.Module], Path] = {}
     for kind in (Image, Text):
         found[kind] = tmp_path / f"{kind.__name__}.pth"
@@ -171,7 +170,6 @@ def test_another_writing_is_equal(paths: dict[type[nn.Module], Path]) -> None:
 def test_faults_in_another_writing(
     plant: Callable[[Any], None], where: str, new_where: str, reason: str, paths: dict[type[nn.Module], Path]
 ) -> None:
-    """A fault is found through other names too, and named by both."""
     new, model = renamed(paths[Text], plant=plant)
     fault = ckpt_tools.prove(paths[Text], new, model=[Text, model], inputs=TEXT).fault
     assert fault is not None

@@ -42,7 +42,6 @@ def undrawn() -> Iterator[Callable[..., None]]:
 
 @pytest.fixture
 def curves(undrawn: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a test have its curves drawn."""
     monkeypatch.setattr(metrics, "draw", undrawn)
 
 

@@ -33,7 +33,6 @@ RESNET: dict[str, Any] = {
 
 
 def spelled(options: dict[str, Any]) -> list[str]:
-    """Options as they are typed."""
     return [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
 
 

@@ -89,7 +89,6 @@ def test_idx_files_are_read(name: str, folder: str, tmp_path: Path) -> None:
 
 
 def test_cifar_files_are_read(tmp_path: Path) -> None:
-    """The five pickles of rows of 3072 bytes."""
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     rows = torch.randint(256, (12, 3072), dtype=torch.uint8)

@@ -22,7 +22,6 @@ from train.parallel import leave
 
 
 def names(folder: Path) -> list[str]:
-    """The checkpoints that lie there."""
     return sorted(path.name for path in folder.glob("epoch_*"))
 
 
@@ -76,7 +75,6 @@ OTHER = (
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such locks")
 def test_a_second_run_in_the_folder_is_refused_while_the_first_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds the lock in every step; without locks a run goes on."""
     command = [sys.executable, "-S", "-c", OTHER, str(tmp_path / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -104,7 +102,6 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
 
 
 def test_a_flipped_bit_makes_latest_go_on_from_the_checkpoint_before(whole: tuple[Path, Any], tmp_path: Path) -> None:
-    """A named file is refused."""
     shutil.copytree(whole[0], tmp_path / "flipped")
     latest = tmp_path / "flipped" / "epoch_002.pth"
     flip(latest, whole[1]["model"])

@@ -63,7 +63,6 @@ def test_minutes_between_saves_go_by_the_clock(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_best_checkpoint_is_named_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the newest of `--keep`."""
     accuracies = iter([0.5, 0.9, 0.8, 0.9, 0.7])
     monkeypatch.setattr(loop, "evaluate", lambda run: (1.0, next(accuracies)))
     run(tmp_path, keep=2, epochs=5)

@@ -169,7 +169,6 @@ def test_two_ranks_resume_exactly_from_every_save(save: str, two: Path) -> None:
 
 
 def test_every_save_holds_the_same(two: Path) -> None:
-    """The file, and the dcp in parts that torch itself wrote."""
     whole = last(two / "unwrapped")
     assert sorted(os.listdir(two / "dcp" / "epoch_002")) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     assert (two / "dcp" / "latest").read_text() == "epoch_002\n"
@@ -205,7 +204,6 @@ def test_one_rank_is_equal_to_a_single_process(tmp_path: Path, only_rank: Callab
 
 
 def test_folders_are_pruned_and_the_weights_gathered(tmp_path: Path, only_rank: Callable[[], None]) -> None:
-    """What a killed run left of a folder goes too."""
     (tmp_path / "epoch_001_step_00003").mkdir()
     only_rank()
     called(*spelled({"parallel": "fsdp", "epochs": 2, "out": tmp_path, "save": "dcp", "keep": 1, **FEW, "samples": 40}))

@@ -87,7 +87,6 @@ def test_what_is_drawn_for_a_batch_is_the_same_after_a_resume(tmp_path: Path, mo
 
 
 def test_auto_starts_anew_and_goes_on(whole: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same command each time, as a scheduler gives it."""
     options = spelled({"out": tmp_path, "resume": "auto", "model": "mlp", "epochs": 2, **FEW})
     signalled(monkeypatch, signal.SIGTERM, 3, 9)
     assert [command(options, standalone_mode=False) for _ in range(4)] == [143, 143, 0, 0]
@@ -123,7 +122,6 @@ def test_a_second_ctrl_c_quits_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_ctrl_c_before_training_is_130_without_a_traceback(tmp_path: Path) -> None:
-    """While torch is imported."""
     command = [sys.executable, "-v", "-m", "train", "--out", str(tmp_path / "out")]
     with subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -182,7 +180,6 @@ def test_torchrun_restarts_a_run_which_saves_where_the_launcher_dies(tmp_path: P
 
 
 def wait_until(there: Callable[[], bool]) -> None:
-    """At most two minutes."""
     end = time.monotonic() + 120
     while not there():
         assert time.monotonic() < end

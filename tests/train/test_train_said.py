@@ -20,7 +20,6 @@ NETWORK: dict[str, Any] = {"model": "lenet", "width": 2.0, "shape": "3x9x7", "da
 
 
 def test_a_run_says_what_trains_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And `--log-every` the loss and the time of steps."""
     run(tmp_path, epochs=2, log_every=3, **SMALL)
     said = capsys.readouterr().out
     assert said.splitlines()[0] == "mlp, 101,770 parameters; single on cpu; batches of 32, 32 on each"
