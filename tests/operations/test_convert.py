@@ -53,10 +53,11 @@ def test_averaged_model(tmp_path: Path) -> None:
     assert codes(report) == []
 
 
-def test_users_own_module_is_untouched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"unwrap": True}, {"strip_module": True}])
+def test_users_own_module_is_untouched(tmp_path: Path, options: dict[str, Any]) -> None:
     """`norm.module.weight` stays; `module.module.weight` is ambiguous, and the report says so."""
     model = UsersModule()
-    loaded, report = run(tmp_path, nn.DataParallel(model).state_dict(), unwrap=True)
+    loaded, report = run(tmp_path, nn.DataParallel(model).state_dict(), **options)
     assert list(loaded) == ["norm.module.weight", "norm.module.bias", "weight", "bias"]
     assert codes(report) == ["uneven-prefix"]
     loaded, report = run(tmp_path, nn.DataParallel(model).state_dict(), rename=[r"^module\.="])

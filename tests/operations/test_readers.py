@@ -85,7 +85,7 @@ def test_c_takes_another_name() -> None:
 @pytest.mark.parametrize("protocol", range(6))
 def test_honest_frames_are_plain(protocol: int, tmp_path: Path) -> None:
     """What both picklers write, with many frames and long bytes between them, is plain."""
-    value = {"a": [bytes(70_000), "x" * 70_000, list(range(100_000))], "b": ["layer", 1.5, None] * 50_000}
+    value = {"a": [bytes(70_000), "x" * 70_000, list(range(50_000))], "b": ["layer", 1.5, None] * 15_000}
     for number, dump in enumerate((pickle.dump, pickle._dump)):  # type: ignore[attr-defined]
         path = tmp_path / f"{number}.pkl"
         with open(path, "wb") as file:
