@@ -280,7 +280,7 @@ def test_equal_shapes_that_change_places_are_never_swapped(data: st.DataObject) 
 @given(st.data(), st.sampled_from(["exact+wrappers", "names", "structure"]))
 def test_every_tensor_has_one_fate(data: st.DataObject, stages: str) -> None:
     """Any names and shapes: each target name in one list, each source name matched once at most."""
-    names = st.lists(st.lists(st.sampled_from(["a", "b", "0", "qkv", "q", "weight", "bias", "module", "_orig_mod"]), min_size=1, max_size=4)
+    names = st.lists(st.lists(st.sampled_from(["a", "0", "qkv", "q", "weight", "bias", "module"]), min_size=1, max_size=4)
                      .map(".".join), unique=True, min_size=1, max_size=12)  # fmt: skip
     shapes = st.sampled_from([(2, 2), (6, 2), (2,), (6,), (2, 2, 1), ()])
     tied = torch.ones(2, 2)
@@ -288,7 +288,7 @@ def test_every_tensor_has_one_fate(data: st.DataObject, stages: str) -> None:
         {name: tied if data.draw(st.integers(0, 3)) == 0 else torch.zeros(data.draw(shapes)) for name in data.draw(names)}
         for _ in range(2)
     ]
-    found = matched(*sides, stages, allow_reshape=data.draw(st.booleans()))
+    found = matched(sides[0], sides[1], stages, allow_reshape=data.draw(st.booleans()))
     listed = [*pairs(found), *found.missing, *(row.new for row in (*found.mismatched, *found.ambiguous))]
     assert sorted(listed) == sorted(sides[1])
     used = [row.old for row in (*found.matched, *found.mismatched) if row.reason != "tied"]

@@ -227,33 +227,26 @@ class Config:
     """A class that a checkpoint may hold."""
 
 
-def test_a_class_that_is_not_there(tmp_path: Path) -> None:
-    """The package is not installed; the finder is asked, nothing is imported."""
-    path = tmp_path / "model.pth"
+def of_module(path: Path, name: str) -> Path:
+    """A file that names a class of this module."""
     torch.save({"config": Config()}, path)
-    renamed_global(path, __name__.encode(), b"x" * len(__name__))
-    assert {"not-importable", "weights-only-refused"} <= set(codes(path))
+    renamed_global(path, b"c" + __name__.encode() + b"\n", b"c" + name.encode() + b"\n")
+    return path
+
+
+def test_a_class_that_is_not_there(tmp_path: Path) -> None:
+    """The package is not installed; a class of __main__ is in no other program."""
+    assert {"not-importable", "weights-only-refused"} <= set(codes(of_module(tmp_path / "model.pth", "no_such_package")))
+    assert "script-class" in codes(of_module(tmp_path / "model.pth", "__main__"))
 
 
 def test_only_the_top_level_package_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`find_spec("a.b")` would import `a`: a package that would say so if it were imported stays untouched."""
-    package = tmp_path / "noisy_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "noisy_package").mkdir()
+    (tmp_path / "noisy_package" / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    path = tmp_path / "model.pth"
-    torch.save({"config": Config()}, path)
-    name = "noisy_package.models"
-    renamed_global(path, b"c" + __name__.encode() + b"\n", b"c" + name.encode() + b"\n")
-    assert "not-importable" not in codes(path)
+    assert "not-importable" not in codes(of_module(tmp_path / "model.pth", "noisy_package.models"))
     assert "noisy_package" not in sys.modules
-
-
-def test_a_class_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "model.pth"
-    torch.save({"config": Config()}, path)
-    renamed_global(path, b"c" + __name__.encode() + b"\n", b"c__main__\n")
-    assert "script-class" in codes(path)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the other way round there")

@@ -134,24 +134,6 @@ def test_a_package_of_torch_is_a_program(tmp_path: Path) -> None:
     assert ckpt_tools.scan(tmp_path / "package.pt")[0].verdict == "needs-code"
 
 
-@pytest.mark.parametrize(
-    "text", ["3" * 300_000, "1234567890123456+/-" * 50_000, "ab" * 500_000], ids=["digits", "signs", "hex"]
-)
-def test_long_texts_of_digits_hold_nothing(text: str, tmp_path: Path) -> None:
-    """Digits of any number of characters are read once and are nothing to run."""
-    (tmp_path / "a.json").write_text(f'{{"a": "{text}", "b": {text}}}')
-    assert ckpt_tools.scan(tmp_path / "a.json")[0].verdict == "nothing"
-
-
-def test_a_certificate_holds_nothing(tmp_path: Path) -> None:
-    """Lines of base64 that begin with `c` or `i` are no names of a pickle."""
-    lines = [base64.b64encode(hashlib.sha256(b"%d" % number).digest() * 2)[:64].decode() for number in range(300)]
-    lines = [f"{'ci'[number % 2]}{line[1:]}" for number, line in enumerate(lines)]
-    text = "-----BEGIN CERTIFICATE-----\n" + "\n".join(lines) + "\n-----END CERTIFICATE-----\n"
-    (tmp_path / "a.pem").write_text(text)
-    assert ckpt_tools.scan(tmp_path / "a.pem")[0].verdict == "nothing"
-
-
 def test_an_honest_policy_needs_code(tmp_path: Path) -> None:
     """What stable-baselines3 saves names its own classes: it is as its pickles are."""
     classes = pickle.dumps({"optimizer": torch.optim.Adam}, 4)
@@ -169,7 +151,12 @@ def test_code_of_a_lambda_layer_could_not_be_examined(tmp_path: Path) -> None:
 
 
 DIGESTS = [hashlib.sha256(bytes([number % 256, number // 256])).digest() for number in range(3000)]
+LINES = [base64.b64encode(digest * 2)[:64].decode() for digest in DIGESTS[:300]]
 HONEST = {
+    **{f"many {name}": f'{{"a": "{text}", "b": {text}}}'.encode() for name, text in
+       (("digits", "3" * 300_000), ("signs", "1234567890123456+/-" * 50_000), ("hexadecimal digits", "ab" * 500_000))},
+    "lines of a certificate that begin as names of a pickle": "\n".join(
+        ["-----BEGIN CERTIFICATE-----", *(f"{'ci'[number % 2]}{line[1:]}" for number, line in enumerate(LINES))]).encode(),
     "digests": json.dumps({digest.hex(): 1 for digest in DIGESTS}).encode(),
     "base64 of numbers": json.dumps([base64.b64encode(digest).decode() for digest in DIGESTS]).encode(),
     "a table": "".join(f"{n},{n / 7},hello world {n}\n" for n in range(3000)).encode(),
