@@ -35,7 +35,7 @@ def is_read(row: dict[str, Any]) -> bool:
 
 @every_file
 def test_facts_of_every_file(row: dict[str, Any]) -> None:
-    """Container, size, tensors, dtypes, device tags, storages, views and ties are the catalogue's; what is no checkpoint is refused."""
+    """Container, size, tensors, dtypes, tags, storages, views, ties are the catalogue's; what is no checkpoint is refused."""
     if not is_read(row):
         with pytest.raises(NotACheckpointError, match="is not a checkpoint") as caught:
             ckpt_tools.inspect(row["path"])

@@ -148,8 +148,12 @@ def test_a_message_that_cannot_be_printed_leaves_the_exit_code(tmp_path: Path) -
 
 
 def test_without_numpy_torch_is_quiet(tmp_path: Path) -> None:
-    """torch warns at import where NumPy is missing; a command that imports torch does not show it."""
-    code = "import sys; sys.modules['numpy'] = None; from tests.support.commands import main; main()"
+    """torch warns at import where NumPy is missing; a command that imports torch does not show it.
+
+    The network of the fixtures, which README's load code takes from there, needs no NumPy either.
+    """
+    code = "import atexit, sys; sys.modules['numpy'] = None; from tests.support.commands import main\n"
+    code += "atexit.register(lambda: __import__('fixtures.make').make.network()); main()"
     command = [sys.executable, "-c", code, "convert", str(FIXTURES / "ddp.pth"), str(tmp_path / "out.pth"), "--dtype", "bf16"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)

@@ -44,12 +44,6 @@ def test_man_reads_them(folder: Path) -> None:
     assert "    ckpt diff --values epoch_1.pth epoch_2.safetensors" in shown
 
 
-def test_roff_has_no_requests_of_ours() -> None:
-    """A line that begins with a dot, a backslash, quotation marks: text."""
-    assert man._roff(".sh 'x' \\n-o") == "\\&.sh 'x' \\en\\-o"
-    assert man._roff("'tis") == "\\&'tis"
-
-
 def test_llms_txt_is_up_to_date() -> None:
     assert llms.PLACE.read_text("utf-8") == llms.document()
 

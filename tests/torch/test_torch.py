@@ -116,27 +116,21 @@ def assert_is_network_after_a_step(state_dict: Any) -> None:
     assert bits({f"module.{name}": value for name, value in state_dict.items()}) == bits(expected)
 
 
-def test_load_state_dict_of_several() -> None:
-    """With several state dicts the error names them, and select chooses."""
+def test_which_state_dict_is_meant() -> None:
+    """With several the error names them, and select chooses; what is no state dict is refused."""
     with pytest.raises(NothingMatchedError, match="2 state dicts: 'model', 'ema'"):
         ckpt.load_state_dict(FIXTURES / "mixed_devices.pth")
     assert "n_averaged" in ckpt.load_state_dict(FIXTURES / "mixed_devices.pth", select="ema")
-
-
-@pytest.mark.parametrize("select", ["epoch", "config", "nowhere"])
-def test_load_state_dict_of_nothing(select: str) -> None:
-    with pytest.raises(NothingMatchedError):
-        ckpt.load_state_dict(FIXTURES / "training.pth", select=select)
+    for select in ("epoch", "config", "nowhere"):
+        with pytest.raises(NothingMatchedError):
+            ckpt.load_state_dict(FIXTURES / "training.pth", select=select)
 
 
 def test_load_state_dict_leaves_values_out(tmp_path: Path) -> None:
-    """An epoch beside the tensors is not for the model; a module's extra state is."""
+    """An epoch beside the tensors is not for the model; a module's extra state is; two names that become one are an error."""
     data = {"module.w": torch.ones(1), "epoch": 3, "args": Namespace(a=1), "module._extra_state": {"n": 1}}
     torch.save(data, tmp_path / "in.pth")
     assert list(ckpt.load_state_dict(tmp_path / "in.pth")) == ["w", "_extra_state"]
-
-
-def test_load_state_dict_collision(tmp_path: Path) -> None:
     torch.save({"module.w": torch.ones(1), "w": torch.ones(1)}, tmp_path / "in.pth")
     with pytest.raises(ConvertError):
         ckpt.load_state_dict(tmp_path / "in.pth")
@@ -162,10 +156,7 @@ def test_strip_prefix() -> None:
     assert list(wrapped) == names
     assert stripped["fc1.weight"] is wrapped["module.fc1.weight"]
     assert list(ckpt.strip_prefix(wrapped, "")) == names
-
-
-def test_unwrap() -> None:
-    inner = Wrapped("_fsdp_wrapped_module", nn.DataParallel(network()))
+    inner = Wrapped("_fsdp_wrapped_module", nn.DataParallel(network()))  # unwrap: every wrapper, in any order
     assert_is_network(ckpt.unwrap(cast("Any", torch.compile(inner, backend="eager")).state_dict()))
 
 
