@@ -72,7 +72,7 @@ golden: install  ## tests/golden/kept again: what commands and functions say; re
 
 # What must not change while the code does. These files import the public face and tests/support alone.
 NET := tests/golden tests/net \
-	tests/test_fixtures.py tests/test_found.py tests/test_properties.py \
+	tests/test_fixtures.py tests/test_properties.py \
 	tests/edit/test_losses.py tests/edit/test_slim.py \
 	tests/formats/test_consolidated.py tests/formats/test_every_container.py tests/formats/test_exported_programs.py \
 	tests/formats/test_flax_and_onnx.py tests/formats/test_keras.py tests/formats/test_loose_shards.py \

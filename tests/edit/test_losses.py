@@ -101,16 +101,11 @@ def test_slim_keeps_what_a_state_dict_holds_beside_tensors(tmp_path: Path) -> No
     assert report.dropped == [("optimizer", "optimizer")]
 
 
-def test_slim_does_not_lose_tensors_of_unknown_classes(tmp_path: Path) -> None:
-    """A tensor that cannot be made without its class is no object to be left out with the others."""
+def test_tensors_of_unknown_classes_are_not_lost(tmp_path: Path) -> None:
+    """One that cannot be made without its class is no object to be left out with the others, and no dict of what it holds."""
     torch.save({"a.w": Wrapped(torch.ones(2)), "b.w": torch.ones(1), "callback": classes.Plain()}, tmp_path / "in.pth")
     with pytest.raises(ObjectsError, match=r"A tensor of .* would be lost: a\.w"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", slim=True)
-
-
-def test_load_code_gets_no_dict_for_a_tensor(tmp_path: Path) -> None:
-    """A tensor around others is an error, not a dict of the others under its name."""
-    torch.save({"a.w": Wrapped(torch.ones(2)), "b.w": torch.ones(1)}, tmp_path / "in.pth")
     with pytest.raises(ObjectsError, match=r"A tensor of .* cannot be made without their class: a\.w"):
         load_state_dict(tmp_path / "in.pth")
 
@@ -129,6 +124,9 @@ def test_attributes_of_modules_are_not_lost(tmp_path: Path) -> None:
     torch.save(Anchored(), tmp_path / "in.pth")
     with pytest.raises(ObjectsError, match=r"A tensor of .* would be lost: anchors\.0"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain")
+    with pytest.raises(ObjectsError, match=r"would be lost: anchors\.0") as caught:
+        ckpt_tools.edit_in_place(tmp_path / "in.pth", strip_module=True, objects="plain")
+    assert "drop" not in caught.value.fix  # which it refuses
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain", drop="anchors")
     assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["layer.weight", "layer.bias"]
     assert list(load_state_dict(tmp_path / "in.pth")) == ["layer.weight", "layer.bias"]
@@ -194,13 +192,6 @@ def test_attributes_beside_an_object_are_told(tmp_path: Path, options: dict[str,
     report = ckpt_tools.convert(path, tmp_path / "out.pth", **options)
     assert [where for where, _ in report.dropped] == ["w.mask", "w.owner", "p.mask", "p.owner"]
     assert not vars(torch.load(tmp_path / "out.pth", weights_only=True)["w"])
-
-
-def test_in_place_nothing_is_advised_that_it_refuses(tmp_path: Path) -> None:
-    torch.save(Anchored(), tmp_path / "in.pth")
-    with pytest.raises(ObjectsError, match=r"would be lost: anchors\.0") as caught:
-        ckpt_tools.edit_in_place(tmp_path / "in.pth", strip_module=True, objects="plain")
-    assert "drop" not in caught.value.fix
 
 
 def training() -> dict[str, Any]:

@@ -224,14 +224,25 @@ def test_as_its_authors(tmp_path: Path, name: str) -> None:
     assert sum(report.dequantised.values()) == sum(not key.endswith("_bias") for key in wanted)
 
 
+def gptq() -> tuple[Tensors, dict[str, Any]]:
+    """A layer of 4 bits, and what config.json says of it."""
+    tensors = load_file(QUANTISED / "gptq.safetensors").items()
+    return {key: value for key, value in tensors if key.startswith("layers.6.")}, {"quant_method": "gptq", "bits": 4}
+
+
 def test_gptq_zero_points_as_they_are(tmp_path: Path) -> None:
-    """`gptq_v2` stores them as they are, which config.json says; another layout of these names is refused."""
-    tensors = {key: value for key, value in load_file(QUANTISED / "gptq.safetensors").items() if key.startswith("layers.6.")}
+    """`gptq_v2` stores them as they are, which config.json says; GPTQModel calls `checkpoint_format` `format`, too.
+
+    Another layout of these names is refused.
+    """
+    tensors, said = gptq()
     first, _ = plain(tmp_path, tensors)
-    second, _ = plain(tmp_path, tensors, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"})
+    second, _ = plain(tmp_path, tensors, said | {"checkpoint_format": "gptq_v2"})
     groups = tensors["layers.6.scales"].float().t().repeat_interleave(32, 1)
     assert torch.allclose(second["layers.6.weight"] - first["layers.6.weight"], groups)
+    expect(plain(tmp_path, tensors, said | {"format": "gptq_v2"})[0], second)
     refused(tmp_path, tensors, "layout 'marlin'", {"checkpoint_format": "marlin"})
+    refused(tmp_path, tensors, "layout 'gptq_p'", said | {"format": "gptq_p"})
     refused(tmp_path, tensors, "4 bits by the shapes, and 8", {"bits": 8})
 
 
@@ -326,19 +337,10 @@ def test_nan_is_counted(tmp_path: Path) -> None:
             assert report.overflowed == ({"a.weight": infinite} if infinite else {})
 
 
-def test_the_format_under_its_other_name(tmp_path: Path) -> None:
-    """GPTQModel calls `checkpoint_format` `format`, too; compressed-tensors' `format` is another thing."""
-    tensors = {key: value for key, value in load_file(QUANTISED / "gptq.safetensors").items() if key.startswith("layers.6.")}
-    said = {"quant_method": "gptq", "bits": 4}
-    wanted, _ = plain(tmp_path, tensors, said | {"checkpoint_format": "gptq_v2"})
-    expect(plain(tmp_path, tensors, said | {"format": "gptq_v2"})[0], wanted)
-    refused(tmp_path, tensors, "layout 'gptq_p'", said | {"format": "gptq_p"})
-
-
 def test_the_config_of_a_folder_and_of_an_address(server: Server, tmp_path: Path) -> None:
     """config.json is read beside the one file of a folder, and over HTTP; without it GPTQ's zero points would be another."""
-    tensors = {key: value for key, value in load_file(QUANTISED / "gptq.safetensors").items() if key.startswith("layers.6.")}
-    wanted, _ = plain(tmp_path, tensors, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"})
+    tensors, said = gptq()
+    wanted, _ = plain(tmp_path, tensors, said | {"checkpoint_format": "gptq_v2"})
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "in.safetensors").rename(folder / "model.safetensors")

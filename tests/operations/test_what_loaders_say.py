@@ -162,12 +162,8 @@ def test_a_torch_zip_named_safetensors(tmp_path: Path) -> None:
     assert list(load_file(tmp_path / "model.fixed.safetensors")) == list(WEIGHTS)
     path.rename(tmp_path / "model.pth")
     assert "misnamed" not in findings(tmp_path / "model.pth")
-
-
-def test_a_safetensors_file_named_pth(tmp_path: Path) -> None:
-    path = tmp_path / "pytorch_model.bin"
+    path = tmp_path / "pytorch_model.bin"  # and the other way round: safetensors takes it by any name
     save_file(WEIGHTS, path)
-    finding = findings(path)["misnamed"]
-    assert finding.found == "a safetensors file by content, but named .bin: torch.load refuses it"
+    assert findings(path)["misnamed"].found == "a safetensors file by content, but named .bin: torch.load refuses it"
     assert list(load_file(path)) == list(WEIGHTS)
     assert said(path)

@@ -168,12 +168,6 @@ def test_another_head() -> None:
     assert set(report.adapted) == {"fc2.weight", "fc2.bias"}
 
     model = with_head(3)
-    report = ckpt.load_into(model, FIXTURES / "ddp.pth", on_mismatch="overlap")
-    assert torch.equal(model.fc2.weight, old["fc2.weight"][:3])
-    assert torch.equal(model.fc2.bias, old["fc2.bias"][:3])
-    assert report
-
-    model = with_head(3)
     before = element_bytes(model.fc2.weight)
     report = ckpt.load_into(model, FIXTURES / "ddp.pth", on_mismatch="skip")
     assert element_bytes(model.fc2.weight) == before
