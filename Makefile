@@ -82,9 +82,9 @@ NET := tests/golden tests/net \
 	tests/hostile/test_hostile_adapters.py tests/hostile/test_hostile_files.py \
 	tests/hostile/test_hostile_legacy.py tests/hostile/test_hostile_parts.py tests/hostile/test_hostile_quantised.py \
 	tests/hostile/test_hostile_readings.py tests/hostile/test_hostile_tensors.py tests/hostile/test_hostile_zips.py \
-	tests/operations/test_convert_lora.py tests/operations/test_lora_names.py tests/operations/test_sharing.py \
-	tests/render/test_notebooks.py \
-	tests/torch/test_load_hooks.py tests/torch/test_load_into_partners.py tests/torch/test_prove.py \
+	tests/operations/test_convert_lora.py tests/operations/test_lora_names.py tests/operations/test_show.py \
+	tests/render/test_look.py \
+	tests/torch/test_load_hooks.py tests/torch/test_prove.py \
 	tests/torch/test_torch.py
 
 net: install  ## golden files, oracles, tables and genuine folders alone
