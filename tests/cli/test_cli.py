@@ -72,18 +72,14 @@ def test_topics_are_complete() -> None:
 
 
 def test_a_file_alone_is_inspected(training_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ckpt FILE` is `ckpt inspect FILE`, of a folder and with options too; what is nowhere is said so."""
+    """`ckpt FILE` is `ckpt inspect FILE`, of a folder, an address and with options too; what is nowhere is said so."""
     for given in ([training_file], [training_file, "--json"], [training_file.parent, "--all"]):
         assert run(*given).output == run("inspect", *given).output != ""
+    assert (told := run("nowhere://bucket/model.pth")).exit_code == 3
+    assert told.output == run("inspect", "nowhere://bucket/model.pth").output
     monkeypatch.chdir(training_file.parent)
     assert (told := run("inspekt")).exit_code == 2
     assert "No command and no file is called 'inspekt'. Did you mean 'inspect'?" in told.output
-
-
-def test_an_address_alone_is_inspected() -> None:
-    given = "nowhere://bucket/model.pth"
-    assert (told := run(given)).exit_code == 3
-    assert told.output == run("inspect", given).output
 
 
 def test_a_file_called_like_a_command_stays_the_command(training_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

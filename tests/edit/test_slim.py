@@ -155,9 +155,8 @@ def test_ema_of_latent_diffusion(tmp_path: Path) -> None:
 def test_ema_of_parameters_alone(tmp_path: Path) -> None:
     """Averages without the running statistics of the model: a note names what OUT lacks."""
     model = {"module.w": torch.ones(2), "module.bn.running_mean": torch.ones(2)}
-    torch.save({"model": model, "ema": {"w": torch.zeros(2)}}, tmp_path / "in.pth")
-    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", ema=True)
-    assert list(torch.load(tmp_path / "out.pth")) == ["w"]
+    loaded, report = converted(saved(tmp_path, {"model": model, "ema": {"w": torch.zeros(2)}}), ema=True)
+    assert list(loaded) == ["w"]
     assert [note.text for note in report.notes if note.code == "ema-lacks"] == [
         "Tensors of 'model' that were not averaged, and are not in OUT: 'bn.running_mean'."
     ]

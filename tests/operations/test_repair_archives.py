@@ -35,18 +35,27 @@ def equal(path: Path, made: dict[str, torch.Tensor]) -> bool:
 
 
 def test_flips_anywhere(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    """Any bit in the pickle or a tensor: all is saved, exactly, and the report says which bit it was."""
+    """All is saved, exactly, wherever one bit is another.
+
+    In the pickle or a tensor the report says which. In a local header (signature, flags, method, lengths, name, the folder's
+    too) the directory has it all; of a name in the directory the local headers and what stands behind the bytes have it.
+    """
     path, made = saved
     data, out = path.read_bytes(), path.with_name("out.pth")
     pickle, last = data.index(b"\x80\x02"), data.index(made["layer2.weight"].numpy().tobytes())
-    spots = [
-        *range(pickle, pickle + 90, 13), *(data.index(tensor.numpy().tobytes()) + 77 for tensor in made.values()), last + 239,
-    ]  # fmt: skip
-    for spot in spots:
-        path.write_bytes(data[:spot] + bytes([data[spot] ^ 32]) + data[spot + 1 :])
+    tensors = (data.index(tensor.numpy().tobytes()) + 77 for tensor in made.values())
+    said = [(at, 5) for at in (*range(pickle, pickle + 90, 13), *tensors, last + 239)]
+    spots = list(said)
+    for start in (at for at in range(len(data)) if data.startswith(b"PK\x03\x04", at)):
+        spots += [(start + at, at % 8) for at in (*range(4), 6, 7, 8, 9, 26, 27, 28, 29, *range(30, 30 + data[start + 26]))]
+    for start in (at for at in range(len(data)) if data.startswith(b"PK\x01\x02", at)):
+        spots += [(start + at, 1) for at in range(46, 46 + data[start + 28])]
+    for at, bit in spots:
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
         report = repair(path, out, overwrite=True)
-        assert (report.exit_code, report.saved, equal(out, made)) == (0, 3, True), spot
-        assert [text for code, text in report.notes if code == "flipped-bit" and "bit 5 of byte" in text]
+        assert (report.exit_code, report.saved, equal(out, made)) == (0, 3, True), (at, bit)
+        told = [text for code, text in report.notes if code == "flipped-bit" and "bit 5 of byte" in text]
+        assert told or (at, bit) not in said
 
 
 def test_a_flip_in_the_checksum(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
@@ -76,37 +85,6 @@ def test_more_than_a_bit_is_lost(saved: tuple[Path, dict[str, torch.Tensor]]) ->
     path.write_bytes(data)
     with pytest.raises(CkptError, match="Nothing can be saved"):
         repair(path, path.with_name("other.pth"))
-
-
-def records_of(data: bytes) -> dict[str, int]:
-    """Where the local header of each record is."""
-    starts = [at for at in range(len(data)) if data.startswith(b"PK\x03\x04", at)]
-    return {data[at + 30 : at + 30 + data[at + 26]].decode(): at for at in starts}
-
-
-def test_flips_in_any_local_header(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    """Signature, flags, method, lengths, name, the folder's too: the directory has it all, so that nothing is lost."""
-    path, made = saved
-    data, out = path.read_bytes(), path.with_name("out.pth")
-    for name, start in records_of(data).items():
-        for at in [*range(4), 6, 7, 8, 9, 26, 27, 28, 29, *range(30, 30 + len(name))]:
-            flipped = bytearray(data)
-            flipped[start + at] ^= 1 << at % 8
-            path.write_bytes(flipped)
-            report = repair(path, out, overwrite=True)
-            assert (report.exit_code, report.saved, equal(out, made)) == (0, 3, True), (name, at)
-
-
-def test_flips_in_any_name_of_the_directory(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    path, made = saved
-    data, out = path.read_bytes(), path.with_name("out.pth")
-    for start in (at for at in range(len(data)) if data.startswith(b"PK\x01\x02", at)):
-        for at in range(46, 46 + data[start + 28]):
-            flipped = bytearray(data)
-            flipped[start + at] ^= 2
-            path.write_bytes(flipped)
-            report = repair(path, out, overwrite=True)
-            assert (report.exit_code, report.saved, equal(out, made)) == (0, 3, True), (start, at)
 
 
 @pytest.fixture(scope="module")

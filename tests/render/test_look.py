@@ -142,19 +142,14 @@ def test_what_is_closed_can_be_opened(view: str) -> None:
     assert "--all opens it" not in shown
 
 
-def test_two_tensors_of_one_name_in_text(tmp_path: Path) -> None:
-    """Tuples in tuples read alike as keys: one line for both, and no traceback."""
+def test_odd_names_in_text(tmp_path: Path) -> None:
+    """Tuples in tuples read alike as keys: one line for both. A control character is escaped, whatever folds names."""
     torch.save({((1,),): torch.ones(1), ((2,),): torch.ones(1)}, tmp_path / "in.pth")
     assert "<tuple key>  2 x [1]  float32  cpu       8 B" in run("inspect", tmp_path / "in.pth").stdout
-
-
-def test_a_control_character_in_the_names_of_a_matching(tmp_path: Path) -> None:
-    torch.save({"a\x01b.0.w": torch.ones(1), "a\x01b.1.w": torch.ones(1)}, tmp_path / "in.pth")
-    torch.save({"x.a\x01b.0.w": torch.ones(1), "x.a\x01b.1.w": torch.ones(1)}, tmp_path / "like.pth")
-    assert (
-        "a\\x01b.{0,1}.w  x.a\\x01b.{0,1}.w  prefix"
-        in run("match", tmp_path / "in.pth", "--like", tmp_path / "like.pth").stdout
-    )
+    for name, lead in (("in", ""), ("like", "x.")):
+        torch.save({f"{lead}a\x01b.{number}.w": torch.ones(1) for number in (0, 1)}, tmp_path / f"{name}.pth")
+    said = run("match", tmp_path / "in.pth", "--like", tmp_path / "like.pth").stdout
+    assert "a\\x01b.{0,1}.w  x.a\\x01b.{0,1}.w  prefix" in said
 
 
 EVIL = "<script>alert(1)</script>.weight"
