@@ -150,7 +150,6 @@ READ: dict[str, Callable[[Any], Any]] = {
 
 
 def without_paths(value: Any) -> Any:
-    """A report without what the file is called."""
     if isinstance(value, dict):
         return {
             key: without_paths(item) for key, item in value.items() if key not in ("path", "left", "right", "source", "seconds")

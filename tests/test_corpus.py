@@ -29,7 +29,6 @@ def is_shard(row: dict[str, Any]) -> bool:
 
 
 def is_read(row: dict[str, Any]) -> bool:
-    """Whether the file is a checkpoint at all."""
     return row["container"] != "other" or row["file"] == BUNDLE
 
 

@@ -82,7 +82,6 @@ FOUND = Path(__file__).parents[1] / "fixtures" / "found"
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, torch.Tensor]:
-    """The weights that are in each of them."""
     weights: dict[str, torch.Tensor] = torch.load(FOUND / "reference.pth", weights_only=True)
     return weights
 

@@ -252,7 +252,6 @@ STEPS = 1001  # which bfloat16 does not have
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A model, and its optimizer flattened."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.AdamW(model.parameters())

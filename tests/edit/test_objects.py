@@ -29,7 +29,6 @@ UTC2 = datetime.timezone(datetime.timedelta(hours=2))
 
 
 def saved(tmp_path: Path, value: Any, protocol: int = 2) -> Path:
-    """A checkpoint with a value beside a tensor."""
     path = tmp_path / "in.pth"
     torch.save({"value": value, "w": torch.ones(1)}, path, pickle_protocol=protocol)
     return path

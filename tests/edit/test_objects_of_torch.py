@@ -47,7 +47,6 @@ def pruned() -> nn.Module:
 
 
 def strided() -> nn.Module:
-    """A weight that is a view on another order."""
     layer = nn.Linear(4, 3)
     layer.weight = nn.Parameter(torch.randn(4, 3).t())
     return layer
@@ -233,7 +232,6 @@ def test_what_is_not_cast_is_said(tmp_path: Path) -> None:
 
 
 def assert_equal_unusual(one: torch.Tensor, two: torch.Tensor) -> None:
-    """The same layout, dtype, shape and numbers."""
     assert (one.layout, one.dtype, one.is_quantized, one.is_nested) == (two.layout, two.dtype, two.is_quantized, two.is_nested)
     if two.is_nested:
         assert [part.tolist() for part in one.unbind()] == [part.tolist() for part in two.unbind()]

@@ -297,7 +297,6 @@ def averaged(wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: 
 
 
 def plain(state: dict[str, torch.Tensor], lead: str) -> dict[str, torch.Tensor]:
-    """The model's own part of a state dict."""
     return {name.removeprefix(lead): value for name, value in state.items() if name.startswith(lead)}
 
 

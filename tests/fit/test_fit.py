@@ -19,7 +19,6 @@ SOURCE = FIXTURES / "ddp.pth"
 
 
 def convert(target: Any, out: Path, source: Path = SOURCE, **options: Any) -> dict[str, torch.Tensor]:
-    """The state dict that a conversion writes."""
     ckpt_tools.convert(source, out, like=target, **options)
     loaded: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
     return loaded

@@ -26,7 +26,6 @@ def plain_umask() -> Iterator[None]:
 
 @pytest.fixture
 def private(tmp_path: Path) -> Path:
-    """A checkpoint that nobody else may read."""
     path = tmp_path / "in.pth"
     torch.save({"a.w": torch.rand(600), "b.w": torch.rand(600)}, path)
     path.chmod(0o600)

@@ -28,7 +28,6 @@ SIZE = 100 << 30
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
     return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

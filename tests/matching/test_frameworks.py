@@ -225,7 +225,6 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 
 def read(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], Truth]:
-    """Both sides, and which names are partners."""
     sides: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]] = ({}, {})
     truth = set()
     for line in path.read_text(encoding="utf-8").splitlines():

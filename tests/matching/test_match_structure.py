@@ -196,7 +196,6 @@ def implementation(draw: st.DrawFn, tree: Tree, words: list[str], stems: list[st
 
 
 def tensors(leaves: list[tuple[str, tuple[int, ...], int]]) -> dict[str, tuple[int, ...]]:
-    """The tensors of leaf modules, in order."""
     return {f"{name}.{leaf}".strip("."): shape for name, _, kind in leaves for leaf, shape in KINDS[kind].items()}
 
 

@@ -228,7 +228,6 @@ class Config:
 
 
 def of_module(path: Path, name: str) -> Path:
-    """A file that names a class of this module."""
     torch.save({"config": Config()}, path)
     renamed_global(path, b"c" + __name__.encode() + b"\n", b"c" + name.encode() + b"\n")
     return path

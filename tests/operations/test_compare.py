@@ -19,7 +19,6 @@ from tests.support.samples import FIXTURES, PTH, SAFETENSORS
 
 
 def save(path: Path, **tensors: torch.Tensor) -> Path:
-    """A state dict in a file, by the extension."""
     if path.suffix == ".safetensors":
         save_file(tensors, path)
     else:

@@ -28,7 +28,6 @@ def weights(*changed: str) -> Tensors:
 
 
 def extracted(folder: Path, base: Any, tuned: Any, *, suffix: str = ".safetensors", rank: int = 1, **options: Any) -> Any:
-    """The report on what two models become."""
     paths = [save(folder / f"{name}{suffix}", state) for name, state in (("base", base), ("tuned", tuned))]
     return extract_lora(paths, folder / "out", rank=rank, **options)
 

@@ -166,7 +166,6 @@ SDXL = {
 
 
 def skeleton(layout: str) -> list[str]:
-    """A module of every layer of SDXL's U-Net."""
     if layout == "Stability":
         names = [f"{kind}_blocks.{number}.0.in_layers.2" for kind in ("input", "output") for number in range(9)]
         return [*names, "input_blocks.3.0.op", "input_blocks.6.0.op"]

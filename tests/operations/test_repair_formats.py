@@ -66,7 +66,6 @@ def test_bytes_amid_a_file_are_not_all_saved(whole: Whole, tmp_path: Path) -> No
 
 
 def test_text_mode_safetensors(tmp_path: Path) -> None:
-    """The same for safetensors, where the header proves the size."""
     tensors = {"a.weight": torch.arange(10_000, dtype=torch.int32)}
     data = save(tmp_path / "model.safetensors", tensors, metadata={"format": "pt"}).read_bytes()
     assert equal(repaired(data.replace(b"\n", b"\r\n"), tmp_path, suffix=".safetensors")[1], tensors)
@@ -74,7 +73,6 @@ def test_text_mode_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damaged", [b'"dtype":"X32"', b'"dtypf":"F32"'])
 def test_an_empty_tensor_whose_description_is_damaged_is_missing(tmp_path: Path, damaged: bytes) -> None:
-    """None of its bytes is lost, and its dtype is."""
     tensors = {"a": torch.ones(3), "empty": torch.zeros(0, 4)}
     data = save(tmp_path / "model.safetensors", tensors, metadata={"format": "pt"}).read_bytes()
     damage = data.replace(b'"empty":{"dtype":"F32"', b'"empty":{' + damaged)
@@ -83,7 +81,6 @@ def test_an_empty_tensor_whose_description_is_damaged_is_missing(tmp_path: Path,
 
 
 def test_safetensors_headers_are_written_anew(tmp_path: Path) -> None:
-    """format: pt and alignment, which transformers and mmap ask for."""
     header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     data = len(header).to_bytes(8, "little") + header + struct.pack("<f", 2.5)
     report, found = repaired(data, tmp_path, suffix=".safetensors")
@@ -147,7 +144,6 @@ PREFIXES: list[tuple[list[str], list[tuple[str, bool]], list[str]]] = [
 
 @pytest.mark.parametrize(("names", "mended", "after"), PREFIXES)
 def test_prefixes(names: list[str], mended: list[tuple[str, bool]], after: list[str], tmp_path: Path) -> None:
-    """What is mended by itself, and what is left and told."""
     save(tmp_path / "in.pth", {name: torch.full((1,), float(number)) for number, name in enumerate(names)})
     report = repair(tmp_path / "in.pth", tmp_path / "out.pth")
     assert [(row.code, row.left) for row in report.mended] == mended

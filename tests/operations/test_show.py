@@ -117,7 +117,6 @@ def described(folder: Path, tensors: dict[str, torch.Tensor]) -> ckpt_tools.Desc
 
 
 def elements(tensor: torch.Tensor) -> set[int]:
-    """Where each of its elements is in memory."""
     start = tensor.storage_offset() * tensor.element_size()
     steps = [torch.arange(size) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     places = torch.zeros(())

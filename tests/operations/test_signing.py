@@ -73,7 +73,6 @@ def test_parts_have_the_digests_of_the_whole(kind: str, tmp_path: Path) -> None:
 
 
 def flip(path: Path, needle: bytes) -> None:
-    """One bit of a file, where these bytes are."""
     data = bytearray(path.read_bytes())
     data[data.index(needle) + 3] ^= 1
     path.write_bytes(data)

@@ -144,7 +144,6 @@ def test_the_exit_code_is_the_same(form: str, models: Path) -> None:
 
 
 def recipes() -> list[Any]:
-    """The YAML blocks of docs/ci.md, parsed."""
     yaml = pytest.importorskip("yaml", reason="comes with the extra `docs`")
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "ci.md").read_text(), re.DOTALL)
     return [yaml.safe_load(block) for block in blocks]

@@ -151,7 +151,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a model with 20,000 tensors."""
     folder = tmp_path_factory.mktemp("large")
     tensors = {f"blocks.{index // 4}.{index % 4}.weight": torch.zeros(1 + index % 7) for index in range(20_000)}
     tensors["blocks.77.2.weight"] = torch.ones(1000)

@@ -67,7 +67,6 @@ def without_buffers(model: nn.Module, path: str) -> None:
 
 
 def then(change: Callable[[Any], object]) -> Callable[[Any, str], object]:
-    """All of the file, and a change afterwards."""
     return lambda model, path: (model.load_state_dict(torch.load(path)), change(model))
 
 

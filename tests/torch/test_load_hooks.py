@@ -195,7 +195,6 @@ def saved(model: nn.Module, folder: Path) -> Path:
 
 
 def expect_same(old: nn.Module, new: nn.Module, shape: tuple[int, ...] = (2, 8)) -> None:
-    """Both compute the same of some numbers."""
     given = torch.rand(shape)
     assert torch.equal(old(given), new(given))
 

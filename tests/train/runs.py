@@ -53,7 +53,6 @@ def called(*options: object, code: int | None = 0) -> Result:
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without times."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
 
@@ -112,6 +111,5 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def close(one: dict[str, Any], other: dict[str, Any], tolerance: float = 1e-4) -> bool:
-    """Weights equal within float tolerance."""
     weights, others = bare(one["model"]), bare(other["model"])
     return all(torch.allclose(weights[name], others[name], atol=tolerance) for name in weights)
