@@ -72,7 +72,7 @@ golden: install  ## tests/golden/kept again: what commands and functions say; re
 
 # What must not change while the code does. These files import the public face and tests/support alone.
 NET := tests/golden tests/net \
-	tests/test_fixtures.py tests/test_found.py tests/test_properties.py \
+	tests/test_fixtures.py tests/test_properties.py \
 	tests/edit/test_losses.py tests/edit/test_slim.py \
 	tests/formats/test_consolidated.py tests/formats/test_every_container.py tests/formats/test_exported_programs.py \
 	tests/formats/test_flax_and_onnx.py tests/formats/test_keras.py tests/formats/test_loose_shards.py \
@@ -82,9 +82,9 @@ NET := tests/golden tests/net \
 	tests/hostile/test_hostile_adapters.py tests/hostile/test_hostile_files.py \
 	tests/hostile/test_hostile_legacy.py tests/hostile/test_hostile_parts.py tests/hostile/test_hostile_quantised.py \
 	tests/hostile/test_hostile_readings.py tests/hostile/test_hostile_tensors.py tests/hostile/test_hostile_zips.py \
-	tests/operations/test_convert_lora.py tests/operations/test_lora_names.py tests/operations/test_sharing.py \
-	tests/render/test_notebooks.py \
-	tests/torch/test_load_hooks.py tests/torch/test_load_into_partners.py tests/torch/test_prove.py \
+	tests/operations/test_convert_lora.py tests/operations/test_lora_names.py tests/operations/test_show.py \
+	tests/render/test_look.py \
+	tests/torch/test_load_hooks.py tests/torch/test_prove.py \
 	tests/torch/test_torch.py
 
 net: install  ## golden files, oracles, tables and genuine folders alone

@@ -23,9 +23,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 # Files that take ten seconds or more, the longest first, so that all workers end at about the same time.
 LONG = (
     "test_bombs", "test_golden", "test_train_ranks", "test_hostile_folder", "test_without_torch", "test_train_restarts",
-    "test_pyz", "test_properties", "test_docs", "test_in_place", "test_train_checkpoints", "test_libraries", "test_train_more",
-    "test_fuzz", "test_match_structure", "test_dcp", "test_train_runs", "test_hostile_writing", "test_train_folder",
-    "test_writer", "test_faults", "test_parts", "test_hostile_processes", "test_honest_files", "test_ranks", "test_jobs",
+    "test_properties", "test_docs", "test_train_checkpoints", "test_frameworks", "test_train_more",
+    "test_fuzz", "test_match_structure", "test_dcp", "test_hostile_writing", "test_train_folder",
+    "test_writer", "test_faults", "test_parts", "test_hostile_processes", "test_honest_files", "test_processes", "test_hop",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -20,7 +20,7 @@ from tests.support import classes
 from tests.support.graphs import assert_same, element_bytes, load_with_tags
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
-quick = settings(max_examples=60)
+quick = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 # --- object graphs
 
@@ -98,39 +98,33 @@ def graphs(draw: Any, protocol: int) -> Any:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_any_graph_comes_out_as_it_went_in(protocol: int, tmp_path: Path) -> None:
+@quick
+@given(data=st.data())
+def test_any_graph_comes_out_as_it_went_in(protocol: int, data: st.DataObject, tmp_path: Path) -> None:
     """torch.load of a rewritten file equals torch.load of the original: values, types, order, sharing, cycles."""
     source, target = tmp_path / "in.pth", tmp_path / "out.pth"
-
-    @quick
-    @given(graphs(protocol))
-    def check(graph: Any) -> None:
-        torch.save(graph, source, pickle_protocol=protocol)
-        ckpt_tools.convert(source, target, objects="keep", allow_dangerous=True, overwrite=True)
-        assert_same(*(torch.load(path, weights_only=False) for path in (source, target)))
-
-    check()
+    graph = data.draw(graphs(protocol))
+    torch.save(graph, source, pickle_protocol=protocol)
+    ckpt_tools.convert(source, target, objects="keep", allow_dangerous=True, overwrite=True)
+    assert_same(*(torch.load(path, weights_only=False) for path in (source, target)))
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_any_graph_can_be_made_plain(protocol: int, tmp_path: Path) -> None:
+@quick
+@given(data=st.data())
+def test_any_graph_can_be_made_plain(protocol: int, data: st.DataObject, tmp_path: Path) -> None:
     """With objects='plain' torch.load(weights_only=True) takes the result of any graph, and inspect foretells it.
 
     But for a tuple that holds itself, and for a number of more than 2039 bits: weights_only has no opcode for either.
     """
     source, target = tmp_path / "in.pth", tmp_path / "out.pth"
-
-    @quick
-    @given(graphs(protocol))
-    def check(graph: Any) -> None:
-        torch.save({"graph": graph, "w": torch.ones(1)}, source, pickle_protocol=protocol)
-        ckpt_tools.convert(source, target, objects="plain", overwrite=True)
-        verdict = ckpt_tools.inspect(target).weights_only
-        if not set(verdict["reasons"]) & {"it uses opcode POP", "it uses opcode LONG4"}:
-            assert verdict["loads"]
-            torch.load(target, weights_only=True)
-
-    check()
+    graph = data.draw(graphs(protocol))
+    torch.save({"graph": graph, "w": torch.ones(1)}, source, pickle_protocol=protocol)
+    ckpt_tools.convert(source, target, objects="plain", overwrite=True)
+    verdict = ckpt_tools.inspect(target).weights_only
+    if not set(verdict["reasons"]) & {"it uses opcode POP", "it uses opcode LONG4"}:
+        assert verdict["loads"]
+        torch.load(target, weights_only=True)
 
 
 plain_data = st.recursive(
@@ -147,33 +141,26 @@ plain_data = st.recursive(
 
 
 @pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
-def test_any_verdict_is_torchs(protocol: int, tmp_path: Path) -> None:
+@quick
+@given(data=plain_data)
+def test_any_verdict_is_torchs(protocol: int, data: Any, tmp_path: Path) -> None:
     """Whether torch.load(weights_only=True) takes a file is foretold, for any data and protocol."""
     path = tmp_path / "in.pth"
-
-    @quick
-    @given(plain_data)
-    def check(data: Any) -> None:
-        torch.save(data, path, pickle_protocol=protocol)
-        assert ckpt_tools.inspect(path).weights_only["loads"] is loads_weights_only(path)
-
-    check()
+    torch.save(data, path, pickle_protocol=protocol)
+    assert ckpt_tools.inspect(path).weights_only["loads"] is loads_weights_only(path)
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_any_graph_without_its_objects_loads(protocol: int, tmp_path: Path) -> None:
+@quick
+@given(data=st.data())
+def test_any_graph_without_its_objects_loads(protocol: int, data: st.DataObject, tmp_path: Path) -> None:
     """With objects='drop' the result loads, without the classes of the graph."""
     source, target = tmp_path / "in.pth", tmp_path / "out.pth"
-
-    @quick
-    @given(graphs(protocol))
-    def check(graph: Any) -> None:
-        torch.save({"graph": graph, "w": torch.ones(1)}, source, pickle_protocol=protocol)
-        ckpt_tools.convert(source, target, objects="drop", overwrite=True)
-        torch.load(target, weights_only=False)
-        assert not [name for name in ckpt_tools.inspect(target).globals if name.startswith("tests.")]
-
-    check()
+    graph = data.draw(graphs(protocol))
+    torch.save({"graph": graph, "w": torch.ones(1)}, source, pickle_protocol=protocol)
+    ckpt_tools.convert(source, target, objects="drop", overwrite=True)
+    torch.load(target, weights_only=False)
+    assert not [name for name in ckpt_tools.inspect(target).globals if name.startswith("tests.")]
 
 
 # --- tensors
@@ -203,7 +190,6 @@ def tensors(draw: Any) -> dict[str, torch.Tensor]:
 
 
 def view(draw: Any, storage: torch.Tensor) -> torch.Tensor:
-    """Some view on a storage."""
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     stride = draw(st.lists(st.integers(0, 6), min_size=len(shape), max_size=len(shape)))
     offset = draw(st.integers(0, storage.numel()))
@@ -215,64 +201,54 @@ def view(draw: Any, storage: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def test_any_tensors_are_listed_and_kept(tmp_path: Path) -> None:
+@quick
+@given(state_dict=tensors())
+def test_any_tensors_are_listed_and_kept(state_dict: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """inspect lists any views as torch loads them, and convert keeps them."""
     source, target = tmp_path / "in.pth", tmp_path / "out.pth"
-
-    @quick
-    @given(tensors())
-    def check(state_dict: dict[str, torch.Tensor]) -> None:
-        torch.save(state_dict, source)
-        loaded, tags = load_with_tags(source)
-        assert_lists(source, loaded, tags)
-        ckpt_tools.convert(source, target, overwrite=True)
-        assert_same(loaded, torch.load(target, weights_only=True))
-
-    check()
+    torch.save(state_dict, source)
+    loaded, tags = load_with_tags(source)
+    assert_lists(source, loaded, tags)
+    ckpt_tools.convert(source, target, overwrite=True)
+    assert_same(loaded, torch.load(target, weights_only=True))
 
 
-def test_any_tensors_go_through_safetensors(tmp_path: Path) -> None:
+@quick
+@given(state_dict=tensors())
+def test_any_tensors_go_through_safetensors(state_dict: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """pth -> safetensors -> pth keeps names, order, bits and ties; safetensors reads the middle."""
     source, middle, target = tmp_path / "in.pth", tmp_path / "middle.safetensors", tmp_path / "out.pth"
-
-    @quick
-    @given(tensors())
-    def check(state_dict: dict[str, torch.Tensor]) -> None:
-        torch.save(state_dict, source)
-        ckpt_tools.convert(source, middle, overwrite=True)
-        ckpt_tools.convert(middle, target, overwrite=True)
-        before, after = (torch.load(path, weights_only=True) for path in (source, target))
-        assert [(key, element_bytes(tensor)) for key, tensor in before.items()] == [
-            (key, element_bytes(tensor)) for key, tensor in after.items()
-        ]
-        with safe_open(middle, "pt") as file:
-            assert all(element_bytes(file.get_tensor(key)) == element_bytes(before[key]) for key in file.keys())  # noqa: SIM118
-        for name in state_dict:
-            if name.startswith("tied") and before[name].numel():
-                original = next(key for key in before if before[key] is before[name])
-                assert after[name].data_ptr() == after[original].data_ptr()
-
-    check()
+    torch.save(state_dict, source)
+    ckpt_tools.convert(source, middle, overwrite=True)
+    ckpt_tools.convert(middle, target, overwrite=True)
+    before, after = (torch.load(path, weights_only=True) for path in (source, target))
+    assert [(key, element_bytes(tensor)) for key, tensor in before.items()] == [
+        (key, element_bytes(tensor)) for key, tensor in after.items()
+    ]
+    with safe_open(middle, "pt") as file:
+        assert all(element_bytes(file.get_tensor(key)) == element_bytes(before[key]) for key in file.keys())  # noqa: SIM118
+    for name in state_dict:
+        if name.startswith("tied") and before[name].numel():
+            original = next(key for key in before if before[key] is before[name])
+            assert after[name].data_ptr() == after[original].data_ptr()
 
 
-def test_any_values_stand_in_the_metadata(tmp_path: Path) -> None:
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+@quick
+@given(config=VALUES)
+def test_any_values_stand_in_the_metadata(config: Any, tmp_path: Path) -> None:
     """Plain values beside a flat state dict are text in the safetensors metadata, and valid JSON where they were not text."""
     source, target = tmp_path / "in.pth", tmp_path / "out.safetensors"
-    value = st.recursive(
-        st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False)),
-        lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
-        max_leaves=6,
-    )
-
-    @quick
-    @given(value)
-    def check(config: Any) -> None:
-        torch.save({"state_dict": {"a.w": torch.ones(2)}, "config": config}, source)
-        ckpt_tools.convert(source, target, overwrite=True)
-        with safe_open(target, "pt") as file:
-            assert json.loads(file.metadata()["config"]) == config
-
-    check()
+    torch.save({"state_dict": {"a.w": torch.ones(2)}, "config": config}, source)
+    ckpt_tools.convert(source, target, overwrite=True)
+    with safe_open(target, "pt") as file:
+        assert json.loads(file.metadata()["config"]) == config
 
 
 def test_an_object_in_its_own_set_comes_back(tmp_path: Path) -> None:

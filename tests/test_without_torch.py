@@ -1,8 +1,14 @@
-"""Every command and option where click and rich alone are installed: a sentence says what needs PyTorch, and the rest works."""
+"""Every command and option where click and rich alone are installed, and as one file, dist/ckpt.pyz, without any package.
 
+A sentence says what needs PyTorch, and the rest works.
+"""
+
+import ast
+import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,16 +17,18 @@ from pathlib import Path
 import pytest
 
 import ckpt_tools
+from docs import pyz
+from docs.release_check import readme_commands
 from tests.support.every_option import asked, make_files, tried, without_times
-from tests.support.without import ROOT, Done, hide, run
+from tests.support.without import OPTIONAL, ROOT, Done, hide, run
 
 PATHS = {**os.environ, "PYTHONPATH": str(ROOT)}
 PYTORCH = "This needs PyTorch: pip install torch"
+BARE = ["-I", "-S"]  # Python without site-packages, the current folder and the environment's settings
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files."""
     folder = tmp_path_factory.mktemp("files") / "here"
     make_files(folder)
     return folder
@@ -45,10 +53,10 @@ def needing(done: dict[str, Done]) -> set[str]:
 
 def test_nothing_ends_in_a_traceback(bare: dict[str, Done]) -> None:
     """Every option of every command is tried, a new one too; each works, or says in a sentence what it needs."""
-    assert {
-        name: one.err for name, one in bare.items() if one.code == -1 or "Traceback" in one.err or "No module" in one.err
-    } == {}
-    assert {name: one.err for name, one in bare.items() if one.code == 2} == {}
+    wrong = {
+        name: one.err for name, one in bare.items() if one.code in (-1, 2) or "Traceback" in one.err or "No module" in one.err
+    }
+    assert wrong == {}
     refused = {name for name, one in bare.items() if one.code == 3}
     assert {name for name in refused if "needs" not in bare[name].err} == set()
     assert needing(bare) <= refused
@@ -211,11 +219,8 @@ def test_no_network(place: Path, tmp_path: Path) -> None:
         "inspect ddp.pth", "check ddp.pth", "check --values ddp.pth", "scan .",
         f"convert ddp.pth {tmp_path}/x.safetensors --strip-module",
     ]  # fmt: skip
-    done = run(
-        [line.split() for line in [*lines, "inspect https://localhost:1/x.pth"]],
-        place,
-        {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
-    )
+    refusing = {**PATHS, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = run([line.split() for line in [*lines, "inspect https://localhost:1/x.pth"]], place, refusing)
     assert [one.code for one in done[:-1]] == [0, 1, 1, 1, 0], [one.err for one in done]
     assert "a network call" in done[-1].err
 
@@ -249,3 +254,109 @@ def test_another_system(place: Path, tmp_path: Path) -> None:
     ckpt_tools.convert(place / "ddp.pth", tmp_path / "here.pth", strip_module=True)
     with zipfile.ZipFile(tmp_path / "there.pth") as one, zipfile.ZipFile(tmp_path / "here.pth") as other:
         assert [row.CRC for row in one.infolist()] == [row.CRC for row in other.infolist()]
+
+
+# --- dist/ckpt.pyz
+
+
+def start(one_file: Path, arguments: list[str], where: Path, options: list[str] = BARE) -> Done:
+    """What comes of one command, as a user starts the file."""
+    command = [sys.executable, *options, str(one_file), *arguments]
+    environment = {**os.environ, "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, cwd=where, capture_output=True, encoding="utf-8", env=environment, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def one_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("dist") / "ckpt.pyz"
+    pyz.write(place)
+    return place
+
+
+def test_it_is_small_pure_and_the_same_again(one_file: Path, tmp_path: Path) -> None:
+    """Made twice, in another time zone and with another seed of hashes, it has the same bytes, and a digest beside it."""
+    made = one_file.read_bytes()
+    assert len(made) < 4_000_000
+    beside = one_file.with_name("ckpt.pyz.sha256").read_text()
+    assert beside == f"{hashlib.sha256(made).hexdigest()}  ckpt.pyz\n"
+    other = {**os.environ, "PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo"}
+    subprocess.run([sys.executable, "-m", "docs.pyz", str(tmp_path / "again.pyz")], cwd=ROOT, env=other, check=True)
+    assert (tmp_path / "again.pyz").read_bytes() == made
+
+
+def test_what_is_in_it(one_file: Path) -> None:
+    """Every file of the package, no compiled module, and for each package that is bundled its licence."""
+    names = zipfile.ZipFile(one_file).namelist()
+    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckpt_tools").rglob("*") if path.is_file()}
+    assert {name for name in package if not name.endswith(".pyc")} <= set(names)
+    assert not [name for name in names if name.endswith((".so", ".pyd", ".pyc", ".exe")) or name.startswith((".", "/"))]
+    for bundled in pyz.PACKAGES:
+        folder = bundled.replace("-", "_")
+        licences = [name for name in names if re.match(rf"{folder}-[\d.]+\.dist-info/LICENSE", name, re.IGNORECASE)]
+        assert licences, bundled
+
+
+def test_an_older_python_is_told(one_file: Path) -> None:
+    """What every Python runs first is syntax that it knows; one that is too old gets a sentence, and imports nothing."""
+    code = zipfile.ZipFile(one_file).read("__main__.py").decode()
+    ast.parse(code, feature_version=(3, 4))
+    old = "import collections, sys\nsys.version_info = collections.namedtuple('version_info', 'major minor')(3, 9)\n"
+    done = subprocess.run([sys.executable, "-I", "-c", old + code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "ckpt needs Python 3.11 or newer; this is 3.9.\n")
+
+
+def test_every_command_and_option(one_file: Path, place: Path, bare: dict[str, Done]) -> None:
+    """Each prints what the installed `ckpt` prints where the same packages are missing, and ends alike."""
+    theirs = tried(place, dict(os.environ), [*BARE, str(one_file)])
+    for name, one in theirs.items():
+        assert "Traceback" not in one.err, one.err
+        assert without_times(one) == without_times(bare[name]), name
+    assert sum(one.code in (0, 1) for one in theirs.values()) > 100
+
+
+def test_the_commands_of_the_readme(one_file: Path, place: Path, tmp_path: Path) -> None:
+    """Exit code, both outputs and what is written are those of the installed `ckpt` with no more packages than the file has."""
+    missing = hide(tmp_path / "hidden", [name for name in OPTIONAL if name != "fsspec"])  # which is in the file
+    found = []
+    for name, environment, begin in (("ours", missing, []), ("theirs", dict(os.environ), [*BARE, str(one_file)])):
+        where = tmp_path / name
+        shutil.copytree(place, where)
+        done = run(readme_commands(), where, {**environment, "COLUMNS": "100"}, begin)
+        assert all(one.code in (0, 1) or "Error: " in one.err for one in done)
+        written = {path.relative_to(where): path.read_bytes() for path in where.rglob("*") if path.is_file()}
+        found.append((list(map(without_times, done)), written))
+    assert found[0] == found[1]
+
+
+def test_other_starts(one_file: Path, place: Path) -> None:
+    """Its version names the project and what is in it; help, completion and a plan that is shipped are read from the zip."""
+    said = start(one_file, ["--version", "-v"], place).out
+    assert said.startswith("ckpt, version ")
+    assert "(ckpt_tools)" in said.splitlines()[0]
+    assert re.search(r"no torch, no safetensors, click [\d.]+, rich [\d.]+", said)
+    assert start(one_file, ["convert", "ddp.pth", "x.pth", "--plan", "llama-meta-to-hf"], place).code == 3
+    assert start(one_file, ["report", "ddp.pth", "-o", "page.html"], place).code == 0
+    assert (place / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_many_files_in_processes(one_file: Path, tmp_path: Path) -> None:
+    """Workers find the package in the file; modules that lie where the user stands are not run there, without -I too."""
+    for name in ("rich", "click", "json", "ckpt_tools", "encodings"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('taken')")
+    for number in range(210):  # of fewer none is worth a process
+        shutil.copy(ROOT / "fixtures" / "single.pth", tmp_path / f"{number}.pth")
+    scanned = start(one_file, ["scan", "--jobs", "2", "--json", "."], tmp_path, ["-S"])
+    assert (scanned.code, scanned.err) == (0, "")
+    assert scanned.out.count('"verdict":"plain"') == 210
+    inspected = start(one_file, ["inspect", "--jobs", "2", "."], tmp_path)
+    assert (inspected.code, inspected.err) == (0, "")
+
+
+def test_a_folder_left_behind_is_no_torch(one_file: Path, place: Path, tmp_path: Path) -> None:
+    """A folder `torch` without a package in it, as uninstalling may leave one, is as none."""
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    lines = ["stats ddp.pth", "check --values ddp.pth", "convert ddp.pth x.pth --dtype bf16"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for one in run([line.split() for line in lines], place, environment, ["-S", str(one_file)]):
+        assert (one.code, one.err.splitlines()[0]) == (3, f"Error: {PYTORCH}")

@@ -21,7 +21,6 @@ from tests.support.terminal import COMMANDS, ROOT, run, shell
 
 
 def test_empty_folder_is_refused(tmp_path: Path) -> None:
-    """A folder without checkpoints is an error, not silence."""
     result = run("inspect", tmp_path)
     assert result.exit_code == 3
     assert "folder without checkpoints" in result.stderr
@@ -48,7 +47,6 @@ def test_the_learning_rate_is_a_value(training_file: Path) -> None:
 
 
 def test_help_has_an_example_and_every_option() -> None:
-    """Each --help shows a command to copy."""
     short, whole = run("convert", "--help").output, run("convert", "--help-all").output
     command = main.get_command(click.Context(main), "convert")
     assert command is not None
@@ -74,19 +72,14 @@ def test_topics_are_complete() -> None:
 
 
 def test_a_file_alone_is_inspected(training_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ckpt FILE` is `ckpt inspect FILE`, of a folder and with options too; what is nowhere is said so."""
+    """`ckpt FILE` is `ckpt inspect FILE`, of a folder, an address and with options too; what is nowhere is said so."""
     for given in ([training_file], [training_file, "--json"], [training_file.parent, "--all"]):
         assert run(*given).output == run("inspect", *given).output != ""
+    assert (told := run("nowhere://bucket/model.pth")).exit_code == 3
+    assert told.output == run("inspect", "nowhere://bucket/model.pth").output
     monkeypatch.chdir(training_file.parent)
     assert (told := run("inspekt")).exit_code == 2
     assert "No command and no file is called 'inspekt'. Did you mean 'inspect'?" in told.output
-
-
-def test_an_address_alone_is_inspected() -> None:
-    """`ckpt ADDRESS` is `ckpt inspect ADDRESS`."""
-    given = "nowhere://bucket/model.pth"
-    assert (told := run(given)).exit_code == 3
-    assert told.output == run("inspect", given).output
 
 
 def test_a_file_called_like_a_command_stays_the_command(training_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,15 +144,17 @@ def test_a_message_that_cannot_be_printed_leaves_the_exit_code(tmp_path: Path) -
 
 
 def test_without_numpy_torch_is_quiet(tmp_path: Path) -> None:
-    """torch warns at import where NumPy is missing; a command that imports torch does not show it."""
-    code = "import sys; sys.modules['numpy'] = None; from tests.support.commands import main; main()"
+    """torch warns at import where NumPy is missing; a command that imports torch does not show it.
+
+    The network of the fixtures, which README's load code takes from there, needs no NumPy either.
+    """
+    code = "import atexit, sys; sys.modules['numpy'] = None; from tests.support.commands import main\n"
+    code += "atexit.register(lambda: __import__('fixtures.make').make.network()); main()"
     command = [sys.executable, "-c", code, "convert", str(FIXTURES / "ddp.pth"), str(tmp_path / "out.pth"), "--dtype", "bf16"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stderr == ""
 
-
-# --- -q, -n and -o mean one thing in every command
 
 DDP, SINGLE = FIXTURES / "ddp.pth", FIXTURES / "single.pth"
 
@@ -187,9 +182,6 @@ def test_out_is_an_option_too(command: str, tmp_path: Path) -> None:
     assert "OUT is given twice" in twice.output
 
 
-# --- outputs
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -202,7 +194,6 @@ def test_out_is_an_option_too(command: str, tmp_path: Path) -> None:
 def test_no_input_is_replaced_by_what_is_written_about_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
 ) -> None:
-    """Not by --overwrite either, and whatever it is called."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     for name in ("model.pth", "weights", "folder/pytorch_model.bin"):

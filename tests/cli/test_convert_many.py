@@ -17,7 +17,6 @@ DDP, SINGLE = FIXTURES / "ddp.pth", FIXTURES / "single.pth"
 
 @pytest.fixture
 def cut(tmp_path: Path) -> Path:
-    """A file that was cut off."""
     path = tmp_path / "cut.pth"
     path.write_bytes(DDP.read_bytes()[:3000])
     return path

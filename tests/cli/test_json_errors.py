@@ -38,7 +38,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scan_has_a_format() -> None:
-    """`--format json` is --json."""
     assert failure(run("scan", "--format", "json", "gone.pth")) == failure(run("scan", "--json", "gone.pth"))
 
 
@@ -57,12 +56,10 @@ class Stops(io.BytesIO):
 
 
 def interrupted() -> None:
-    """As Ctrl-C."""
     raise KeyboardInterrupt
 
 
 def terminated() -> None:
-    """As `kill` does it."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 

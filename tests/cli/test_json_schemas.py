@@ -27,7 +27,6 @@ def documents(*arguments: object) -> list[dict[str, Any]]:
 
 
 def with_json() -> list[str]:
-    """The commands that have --json."""
     context = click.Context(main)
     commands = {name: main.get_command(context, name) for name in main.list_commands(context)}
     return [name for name, command in commands.items() if any("--json" in found.opts for found in command.params)]  # type: ignore[union-attr]
@@ -45,7 +44,6 @@ def test_every_document_has_a_schema(name: str) -> None:
 
 
 def test_schemas_belong_to_something() -> None:
-    """No schema in docs/ is left from a command that is gone."""
     assert {path.name.removesuffix(".schema.json") for path in DOCS.glob("*.schema.json")} == {*with_json(), "error"}
 
 

@@ -83,7 +83,6 @@ def test_kinds_of_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_variable_that_is_wrong(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message names the variable: nobody typed the option."""
     monkeypatch.setenv("CKPT_SCAN_JOBS", "many")
     done = run("scan", "ddp.pth")
     assert (done.exit_code, "Invalid value for CKPT_SCAN_JOBS: 'many'" in done.stderr) == (2, True), done.stderr
@@ -104,7 +103,6 @@ def test_objects(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_limits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CKPT_LIMITS is every command's, and the option goes before it."""
     monkeypatch.setenv("CKPT_LIMITS", "records=5 nested=50")
     done = run("inspect", "ddp.pth")
     assert (done.exit_code, "The limit is 5 records" in done.stderr) == (3, True)
@@ -127,7 +125,6 @@ def test_variables_are_called_as_options_are(folder: Path) -> None:
 
 
 def test_a_folder_that_is_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands run where the current folder has been removed."""
     gone = folder / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

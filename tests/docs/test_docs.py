@@ -71,13 +71,11 @@ def run_command(line: str) -> str:
 
 
 def without_time(text: str) -> str:
-    """The output but for how long it took."""
     return re.sub(r"^(time +).*$", r"\1", text, flags=re.MULTILINE).strip()
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.splitlines()[0] for block in BLOCKS])
 def test_commands_print_what_is_shown(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A console block of a page is what its command really prints."""
     command, _, shown = block.removeprefix("$ ").partition("\n")
     monkeypatch.chdir(folder)
     assert without_time(run_command(command)) == without_time(shown)

@@ -1,5 +1,7 @@
-"""What is made of --help and of the pages: man pages and docs/llms.txt."""
+"""What is made of --help and of the pages: man pages and docs/llms.txt; and what users read is ordinary English."""
 
+import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -15,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All man pages."""
     made = tmp_path_factory.mktemp("man")
     man.write(made)
     return made
@@ -43,21 +44,55 @@ def test_man_reads_them(folder: Path) -> None:
     assert "    ckpt diff --values epoch_1.pth epoch_2.safetensors" in shown
 
 
-def test_roff_has_no_requests_of_ours() -> None:
-    """A line that begins with a dot, a backslash, quotation marks: text."""
-    assert man._roff(".sh 'x' \\n-o") == "\\&.sh 'x' \\en\\-o"
-    assert man._roff("'tis") == "\\&'tis"
-
-
 def test_llms_txt_is_up_to_date() -> None:
-    """`python -m docs.llms` would write the same."""
     assert llms.PLACE.read_text("utf-8") == llms.document()
 
 
 def test_llms_txt_names_everything() -> None:
-    """Every command; every page of docs, by a link that leads there."""
     text = llms.PLACE.read_text("utf-8")
     assert all(f"- `ckpt {name}`: " in text for name in COMMANDS)
     linked = set(re.findall(r"\]\(([^)]+)\)", text))
     assert linked == {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert text.startswith("# ckpt_tools\n\n> ")
+
+
+PACKAGE = Path(__file__).parents[2] / "ckpt_tools"
+
+# What is not written, and what is in its place.
+AVOIDED = {
+    r"\b[Nn]obody\b": "say what is missing: no option says so, no process has it",
+    r"\boutside of\b": "outside",
+    r"\b(?:is|are) none of\b": "is not one of",
+    r"(?<![Tt]here )(?<!Whether there )\b(?:is|are) no (?!longer|more|room|way|need|such)[a-z]": "is not a, are not",
+    r"\b[Ww]ho is who\b": "which tensor is which",
+    r"\blooked through\b": "examined",
+}
+
+
+@functools.cache
+def texts() -> list[tuple[Path, str]]:
+    """Every text of the package with its module, docstrings and the fixed parts of f-strings among them."""
+    return [
+        (path.relative_to(PACKAGE), " ".join(node.value.split()))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+
+
+@pytest.mark.parametrize("pattern", AVOIDED)
+def test_plain_english(pattern: str) -> None:
+    found = [
+        f"{path}: {text[max(0, match.start() - 40) : match.end() + 40]}"
+        for path, text in texts()
+        for match in re.finditer(pattern, text)
+    ]
+    assert not found, f"write: {AVOIDED[pattern]}"
+
+
+@pytest.mark.parametrize(
+    "text", ["nobody said how", "lies outside of it", "'x' is none of a, b", "a file that is no checkpoint", "who is who"]
+)
+def test_the_patterns_match(text: str) -> None:
+    assert any(re.search(pattern, text) for pattern in AVOIDED)
+    assert not any(re.search(pattern, "there is no such file; it is no longer here") for pattern in AVOIDED)

@@ -102,7 +102,6 @@ def test_a_public_call_has_types_and_words(function: Callable[..., object]) -> N
 
 @pytest.mark.parametrize("kind", [value for _, value in named() if isinstance(value, type)], ids=lambda kind: kind.__name__)
 def test_a_public_class_has_words(kind: type) -> None:
-    """A docstring of its own, not one that Python made or a base lent."""
     assert kind.__dict__.get("__doc__")
     assert not str(kind.__doc__).startswith(f"{kind.__name__}(")
 

@@ -56,7 +56,6 @@ class Tab(Browser):
             self._receive()
 
     def choose(self, path: Path) -> None:
-        """Hand the page a file."""
         root = self.call("DOM.getDocument")["root"]["nodeId"]
         node = self.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
         self.call("DOM.setFileInputFiles", files=[str(path)], nodeId=node)
@@ -77,7 +76,6 @@ DONE = f'!document.getElementById("actions").hidden || (/\\.\\.\\./.test({STATUS
 
 @pytest.fixture
 def tab(site: Path, tmp_path: Path) -> Iterator[tuple[Tab, str]]:
-    """A tab, and the address of the page."""
     handler = functools.partial(Handler, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""No command loses a tensor that nobody asked it to drop."""
+"""No command loses a tensor that nobody asked it to drop: written, left out by the word of the user, or refused by name."""
 
 import functools
 from collections.abc import Callable
@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import ckpt_tools
+import ckpt_tools.torch
+from ckpt_tools import inspect
 from ckpt_tools.errors import CkptError, ConvertError, NothingMatchedError, ObjectsError
 from ckpt_tools.torch import load_into, load_state_dict
 from tests.edit.test_objects_of_torch import Wrapped
 from tests.support import classes
+from tests.support.commands import ckpt
 from tests.support.graphs import assert_same
 
 pytestmark = [
@@ -37,13 +42,11 @@ def quantised() -> nn.Module:
 
 
 def pickled(path: Path) -> Path:
-    """The whole quantised model."""
     torch.save(quantised(), path)
     return path
 
 
 def scripted(path: Path) -> Path:
-    """The quantised model as a program."""
     torch.jit.save(torch.jit.script(quantised()), str(path))
     return path
 
@@ -98,16 +101,11 @@ def test_slim_keeps_what_a_state_dict_holds_beside_tensors(tmp_path: Path) -> No
     assert report.dropped == [("optimizer", "optimizer")]
 
 
-def test_slim_does_not_lose_tensors_of_unknown_classes(tmp_path: Path) -> None:
-    """A tensor that cannot be made without its class is no object to be left out with the others."""
+def test_tensors_of_unknown_classes_are_not_lost(tmp_path: Path) -> None:
+    """One that cannot be made without its class is no object to be left out with the others, and no dict of what it holds."""
     torch.save({"a.w": Wrapped(torch.ones(2)), "b.w": torch.ones(1), "callback": classes.Plain()}, tmp_path / "in.pth")
     with pytest.raises(ObjectsError, match=r"A tensor of .* would be lost: a\.w"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", slim=True)
-
-
-def test_load_code_gets_no_dict_for_a_tensor(tmp_path: Path) -> None:
-    """A tensor around others is an error, not a dict of the others under its name."""
-    torch.save({"a.w": Wrapped(torch.ones(2)), "b.w": torch.ones(1)}, tmp_path / "in.pth")
     with pytest.raises(ObjectsError, match=r"A tensor of .* cannot be made without their class: a\.w"):
         load_state_dict(tmp_path / "in.pth")
 
@@ -126,6 +124,9 @@ def test_attributes_of_modules_are_not_lost(tmp_path: Path) -> None:
     torch.save(Anchored(), tmp_path / "in.pth")
     with pytest.raises(ObjectsError, match=r"A tensor of .* would be lost: anchors\.0"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain")
+    with pytest.raises(ObjectsError, match=r"would be lost: anchors\.0") as caught:
+        ckpt_tools.edit_in_place(tmp_path / "in.pth", strip_module=True, objects="plain")
+    assert "drop" not in caught.value.fix  # which it refuses
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain", drop="anchors")
     assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["layer.weight", "layer.bias"]
     assert list(load_state_dict(tmp_path / "in.pth")) == ["layer.weight", "layer.bias"]
@@ -193,9 +194,110 @@ def test_attributes_beside_an_object_are_told(tmp_path: Path, options: dict[str,
     assert not vars(torch.load(tmp_path / "out.pth", weights_only=True)["w"])
 
 
-def test_in_place_nothing_is_advised_that_it_refuses(tmp_path: Path) -> None:
-    """Nothing that is advised leaves tensors out."""
-    torch.save(Anchored(), tmp_path / "in.pth")
-    with pytest.raises(ObjectsError, match=r"would be lost: anchors\.0") as caught:
-        ckpt_tools.edit_in_place(tmp_path / "in.pth", strip_module=True, objects="plain")
-    assert "drop" not in caught.value.fix
+def training() -> dict[str, Any]:
+    """Ties, views on one storage, a sparse tensor, an optimizer, tensors outside state dicts."""
+    whole = torch.randn(6, 4)
+    weights = {"a.weight": whole[:3], "b.weight": whole[3:], "tied.weight": whole[:3], "s.weight": torch.eye(3).to_sparse()}
+    state = {0: {"exp_avg": torch.ones(3, 4)}}
+    optimizer = {"state": state, "param_groups": [{"params": [0, 1, 2, 3]}]}
+    return {"model": weights, "optimizer": optimizer, "queue": torch.ones(2), "rows": (torch.zeros(1),), "epoch": 3}
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"select": "model"}, {"drop": ["optimizer", "queue", "b.*"]}, {"keep": "a.*", "drop": "optimizer"},
+    {"dtype": "bf16", "rename": "^a\\.=z."}, {"slim": True, "dtype": "fp16"}, {"map_location": "cuda"},
+    {"objects": "plain", "add_prefix": "net."}, {"format": "pth-legacy"},
+    {"drop": "s.*", "format": "dcp"},
+    {"select": "model", "drop": "s.*", "format": "safetensors"}, {"select": "model", "drop": "s.*", "shard_size": "1KB"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_honest_conversions_come_out_even(options: dict[str, Any], tmp_path: Path) -> None:
+    """The number of tensors in the report is that of the output, whatever was asked for."""
+    torch.save(training(), tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out", **{"format": "pth", **options})
+    assert report.tensors == ckpt_tools.inspect(tmp_path / "out").totals["tensors"]
+
+
+def test_renamed_names_are_tensors(tmp_path: Path) -> None:
+    """Extra state that moves with its module is no tensor: two of two are renamed, never three."""
+    state = {"module.a.weight": torch.ones(2, 2), "module.a.bias": torch.ones(2), "module.a._extra_state": {"k": 1}}
+    torch.save({"model": state}, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", strip_module=True)
+    assert [(row.tensors, row.renamed) for row in report.state_dicts] == [(2, 2)]
+    assert list(torch.load(tmp_path / "out.pth")["model"]) == ["a.weight", "a.bias", "a._extra_state"]
+    assert "2 of 2" in ckpt("convert", tmp_path / "in.pth", tmp_path / "again.pth", "--strip-module").output
+
+
+def test_a_module_of_one_number_and_extra_state(tmp_path: Path) -> None:
+    """A single number beside what `get_extra_state` gave is a parameter, and no score; the extra state is said."""
+    torch.save({"param": torch.tensor(3.0), "_extra_state": {"custom_key": 123}}, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.safetensors")
+    assert {name: tensor.item() for name, tensor in load_file(tmp_path / "out.safetensors").items()} == {"param": 3.0}
+    assert [note.code for note in report.notes] == ["extra-state"]
+
+
+def test_load_into_says_what_lies_beside(tmp_path: Path) -> None:
+    """Tensors of the file outside the state dict that is loaded are named."""
+    model = torch.nn.Linear(3, 2)
+    torch.save({"model": model.state_dict(), "queue": torch.ones(5)}, tmp_path / "in.pth")
+    assert ckpt_tools.torch.load_into(model, tmp_path / "in.pth").notes == ["beside 'model', and not loaded: 'queue'"]
+    torch.save(model.state_dict(), tmp_path / "alone.pth")
+    assert not ckpt_tools.torch.load_into(model, tmp_path / "alone.pth").notes
+
+
+STEPS = 1001  # which bfloat16 does not have
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["step"].fill_(STEPS)
+    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    torch.save({"model": model.state_dict(), "optimizer": flat}, tmp_path / "in.pth")
+    return tmp_path / "in.pth"
+
+
+def converted(path: Path, **options: Any) -> Any:
+    ckpt_tools.convert(path, path.with_name("out.pth"), **options)
+    return torch.load(path.with_name("out.pth"))
+
+
+def test_it_is_no_state_dict(path: Path) -> None:
+    """It is shown as an optimizer; load code takes the model; --slim leaves it out."""
+    assert [row["where"] for row in inspect(path).state_dicts] == [["model"]]
+    assert "optimizer: 12 states (step, exp_avg, exp_avg_sq)" in ckpt("inspect", path).output
+    assert list(load_state_dict(path)) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert ckpt_tools.convert(path, path.with_name("slim.pth"), slim=True).dropped == [("optimizer", "optimizer")]
+    assert list(torch.load(path.with_name("slim.pth"))) == ["model"]
+
+
+def test_steps_are_not_cast(path: Path, tmp_path: Path) -> None:
+    """As those of any optimizer, from a folder of torch.distributed.checkpoint too."""
+    ckpt_tools.convert(path, tmp_path / "folder", format="dcp")
+    for source in (path, tmp_path / "folder"):
+        ckpt_tools.convert(source, tmp_path / "out.pth", dtype="bf16", overwrite=True)
+        state = torch.load(tmp_path / "out.pth")["optimizer"]
+        assert state["state.0.weight.step"] == STEPS
+        assert state["state.0.weight.exp_avg"].dtype == torch.bfloat16
+
+
+def test_its_names_follow_the_model_s(path: Path) -> None:
+    found = converted(path, rename=r"^0\.=enc.")
+    assert list(found["model"]) == ["enc.weight", "enc.bias", "1.weight", "1.bias"]
+    kept = list(torch.load(path)["optimizer"])
+    assert list(found["optimizer"]) == [key.replace(".0.", ".enc.", 1) for key in kept]
+
+
+def test_an_average_takes_the_first_file_s(path: Path, tmp_path: Path) -> None:
+    other = torch.load(path)
+    other["optimizer"] = {key: value * 3 for key, value in other["optimizer"].items() if isinstance(value, torch.Tensor)}
+    torch.save(torch.load(path) | {"optimizer": torch.load(path)["optimizer"] | other["optimizer"]}, tmp_path / "other.pth")
+    ckpt_tools.average([path, tmp_path / "other.pth"], tmp_path / "mean.pth")
+    assert torch.load(tmp_path / "mean.pth")["optimizer"]["state.0.weight.step"] == STEPS

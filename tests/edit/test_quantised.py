@@ -39,6 +39,7 @@ def expect(found: Tensors, wanted: Tensors) -> None:
 
 def refused(tmp_path: Path, tensors: Tensors, match: str, config: Any = None, **options: Any) -> ConvertError:
     """Making plain is refused, and nothing is written."""
+    (tmp_path / "out.safetensors").unlink(missing_ok=True)
     with pytest.raises(ConvertError, match=match) as caught:
         plain(tmp_path, tensors, config, **options)
     assert not (tmp_path / "out.safetensors").exists()
@@ -52,7 +53,6 @@ def in_blocks(weight: torch.Tensor, scale: torch.Tensor, rows: int, columns: int
 
 
 def codes(*shape: int, dtype: torch.dtype = FP8) -> torch.Tensor:
-    """Random codes of FP8."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
@@ -108,7 +108,6 @@ def test_bitsandbytes_int8(tmp_path: Path) -> None:
     tensors = {"a.weight": weight, "a.SCB": scale, "a.weight_format": torch.tensor(0, dtype=torch.uint8)}
     expect(plain(tmp_path, tensors)[0], {"a.weight": weight.float() * scale[:, None] * 7.874015718698502e-3})
     tensors["a.weight_format"] = torch.tensor(1, dtype=torch.uint8)
-    (tmp_path / "out.safetensors").unlink()
     refused(tmp_path, tensors, "tiled layout")
 
 
@@ -119,7 +118,6 @@ def test_the_block_size_of_config_json(tmp_path: Path) -> None:
     expect(plain(tmp_path, tensors)[0], {"a.weight": in_blocks(weight, scale, 128, 128)})
     said = {"quant_method": "fp8", "weight_block_size": [100, 140]}
     expect(plain(tmp_path, tensors, said)[0], {"a.weight": in_blocks(weight, scale, 100, 140)})
-    (tmp_path / "out.safetensors").unlink()
     assert "config.json says 64" in refused(tmp_path, tensors, "do not fit", {"weight_block_size": [64, 128]}).why
     tensors["a.weight_scale_inv"] = torch.rand(299, 3)
     refused(tmp_path, tensors, "the size of a block is not known|do not fit", {})
@@ -150,7 +148,6 @@ def test_a_scale_without_its_weight(tmp_path: Path, name: str) -> None:
 
 
 def test_a_scale_may_be_a_parameter(tmp_path: Path) -> None:
-    """CLIP's logit_scale and a norm's scale are no parts of anything."""
     tensors = {"a.weight": codes(4, 4), "a.weight_scale": torch.ones(1)}
     others = {"logit_scale": torch.tensor(2.5), "norm.scale": torch.ones(4), "x.scales": torch.ones(2)}
     expect(plain(tmp_path, tensors | others)[0], {"a.weight": tensors["a.weight"].float()} | others)
@@ -161,7 +158,6 @@ def test_two_schemes_that_fit(tmp_path: Path) -> None:
     tensors = {"a.weight": torch.ones(2, 2, dtype=torch.int8), "a.SCB": torch.ones(2), "a.weight_scale": torch.ones(2, 1)}
     assert "bnb int8" in refused(tmp_path, tensors, "not clear").why
     assert plain(tmp_path, tensors, drop="*.SCB")[1].dequantised == {"int8, a scale a row -> float32": 1}
-    (tmp_path / "out.safetensors").unlink()
     tensors = {"a.weight": codes(2, 2), "a.weight_scale_inv": torch.ones(1, 1), "a.scale_weight": torch.ones(1)}
     assert "could be its scale" in refused(tmp_path, tensors, "not clear").why
 
@@ -208,16 +204,12 @@ def test_names_ties_and_casts(tmp_path: Path) -> None:
 
 
 def test_strided_and_big_endian(tmp_path: Path) -> None:
-    """Codes that are a view, and a file of the other byte order."""
     base, scale = codes(8, 6), torch.tensor([[3.0], [5.0], [7.0]])
     torch.save({"a.weight": base[1:7:2].t().contiguous().t(), "a.weight_scale": scale}, tmp_path / "in.pth")
     big_endian(tmp_path / "in.pth", tmp_path / "big.pth", {"0": 1, "1": 4})
     for name in ("in.pth", "big.pth"):
         ckpt_tools.convert(tmp_path / name, tmp_path / "out.pth", dequantize="fp32", overwrite=True)
         assert torch.equal(torch.load(tmp_path / "out.pth")["a.weight"], base[1:7:2].float() * scale)
-
-
-# --- other schemes, by the files that their authors' own code made
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes", "compressed_tensors", "gptq", "awq", "mxfp4"])
@@ -232,19 +224,26 @@ def test_as_its_authors(tmp_path: Path, name: str) -> None:
     assert sum(report.dequantised.values()) == sum(not key.endswith("_bias") for key in wanted)
 
 
+def gptq() -> tuple[Tensors, dict[str, Any]]:
+    """A layer of 4 bits, and what config.json says of it."""
+    tensors = load_file(QUANTISED / "gptq.safetensors").items()
+    return {key: value for key, value in tensors if key.startswith("layers.6.")}, {"quant_method": "gptq", "bits": 4}
+
+
 def test_gptq_zero_points_as_they_are(tmp_path: Path) -> None:
-    """`gptq_v2` stores them as they are, which config.json says; another layout of these names is refused."""
-    tensors = {key: value for key, value in load_file(QUANTISED / "gptq.safetensors").items() if key.startswith("layers.6.")}
+    """`gptq_v2` stores them as they are, which config.json says; GPTQModel calls `checkpoint_format` `format`, too.
+
+    Another layout of these names is refused.
+    """
+    tensors, said = gptq()
     first, _ = plain(tmp_path, tensors)
-    second, _ = plain(tmp_path, tensors, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"})
+    second, _ = plain(tmp_path, tensors, said | {"checkpoint_format": "gptq_v2"})
     groups = tensors["layers.6.scales"].float().t().repeat_interleave(32, 1)
     assert torch.allclose(second["layers.6.weight"] - first["layers.6.weight"], groups)
-    (tmp_path / "out.safetensors").unlink()
+    expect(plain(tmp_path, tensors, said | {"format": "gptq_v2"})[0], second)
     refused(tmp_path, tensors, "layout 'marlin'", {"checkpoint_format": "marlin"})
+    refused(tmp_path, tensors, "layout 'gptq_p'", said | {"format": "gptq_p"})
     refused(tmp_path, tensors, "4 bits by the shapes, and 8", {"bits": 8})
-
-
-# --- folders
 
 
 def quantised_folder(tmp_path: Path) -> Path:
@@ -286,7 +285,6 @@ def test_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_config_that_is_not_json(tmp_path: Path) -> None:
-    """It would say how the weights are quantised: refused."""
     (quantised_folder(tmp_path) / "config.json").write_text("{")
     with pytest.raises(ConvertError, match="not JSON"):
         ckpt_tools.convert(tmp_path / "in", tmp_path / "out.safetensors", dequantize="fp32")
@@ -339,20 +337,10 @@ def test_nan_is_counted(tmp_path: Path) -> None:
             assert report.overflowed == ({"a.weight": infinite} if infinite else {})
 
 
-def test_the_format_under_its_other_name(tmp_path: Path) -> None:
-    """GPTQModel calls `checkpoint_format` `format`, too; compressed-tensors' `format` is another thing."""
-    tensors = {key: value for key, value in load_file(QUANTISED / "gptq.safetensors").items() if key.startswith("layers.6.")}
-    said = {"quant_method": "gptq", "bits": 4}
-    wanted, _ = plain(tmp_path, tensors, said | {"checkpoint_format": "gptq_v2"})
-    expect(plain(tmp_path, tensors, said | {"format": "gptq_v2"})[0], wanted)
-    (tmp_path / "out.safetensors").unlink()
-    refused(tmp_path, tensors, "layout 'gptq_p'", said | {"format": "gptq_p"})
-
-
 def test_the_config_of_a_folder_and_of_an_address(server: Server, tmp_path: Path) -> None:
     """config.json is read beside the one file of a folder, and over HTTP; without it GPTQ's zero points would be another."""
-    tensors = {key: value for key, value in load_file(QUANTISED / "gptq.safetensors").items() if key.startswith("layers.6.")}
-    wanted, _ = plain(tmp_path, tensors, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"})
+    tensors, said = gptq()
+    wanted, _ = plain(tmp_path, tensors, said | {"checkpoint_format": "gptq_v2"})
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "in.safetensors").rename(folder / "model.safetensors")
@@ -410,9 +398,6 @@ def test_mlx_that_is_not_clear(tmp_path: Path) -> None:
     assert torch.equal(found["a.weight"], load_file(MLX / "plain.safetensors")["layers.affine_5_64.weight"])
 
 
-# --- optimum-quanto
-
-
 def test_quanto_as_its_authors(tmp_path: Path) -> None:
     """Int8, FP8, 4 and 2 bits, of matrices with several groups a row and with one, odd numbers of rows."""
     report = ckpt_tools.convert(QUANTISED / "quanto.pth", tmp_path / "out.safetensors", dequantize="fp32")
@@ -458,12 +443,10 @@ def test_nvfp4_of_comfyui_as_its_authors(tmp_path: Path) -> None:
     ckpt_tools.convert(QUANTISED / "comfy.safetensors", tmp_path / "out.safetensors", dequantize="fp32")
     expect(load_file(tmp_path / "out.safetensors"), load_file(QUANTISED / "comfy.plain.safetensors"))
     tensors = {key: value for key, value in load_file(QUANTISED / "comfy.safetensors").items() if key.startswith("part.")}
-    (tmp_path / "out.safetensors").unlink()
     refused(tmp_path, tensors | {"part.weight_scale": tensors["part.weight_scale"].flatten()[:240]}, "in tiles|fit each other")
 
 
 def test_a_mark_of_comfyui_that_changes_nothing(tmp_path: Path) -> None:
-    """FP8 is as others have it; the mark goes with the scales."""
     mark = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
     tensors = {"a.weight": codes(4, 4), "a.weight_scale": torch.full((), 2.0), "a.comfy_quant": mark}
     expect(plain(tmp_path, tensors)[0], {"a.weight": tensors["a.weight"].float() * 2})

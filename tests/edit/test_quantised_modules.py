@@ -1,17 +1,20 @@
-"""Whole models of quantised layers, by `torch.save(model)`: what their own code puts into a state dict is read off them."""
+"""Quantised layers in pickled models and in classes of torchao; quantised weights measured as the numbers that they mean."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, ConvertError, ObjectsError
+from tests.edit.test_quantised import codes
 from tests.hostile import pickles as p
 from tests.hostile.zips import torch_zip
 from tests.support.samples import FIXTURES
@@ -35,7 +38,6 @@ def told(value: Any) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plain_form_is_the_models_own_state_dict(kind: str, tmp_path: Path) -> None:
-    """Name by name in its order, bit by bit."""
     ckpt_tools.convert(QUANTISED / f"module_{kind}.pth", tmp_path / "out.pth", objects="plain")
     made, own = (
         torch.load(path, weights_only=False) for path in (tmp_path / "out.pth", QUANTISED / f"module_{kind}.state.pth")
@@ -164,3 +166,173 @@ def test_settings_that_no_layer_has(kind: str, old: bytes, new: bytes, tmp_path:
     assert (tmp_path / "odd.pth").read_bytes() != (QUANTISED / f"module_{kind}.pth").read_bytes()
     names = [row["name"] for row in ckpt_tools.inspect(tmp_path / "odd.pth").tensors]
     assert not any(part in str(name) for name in names for part in ("zero_point", "quant_state"))
+
+
+def same_as_theirs(found: dict[str, torch.Tensor]) -> None:
+    wanted = load_file(QUANTISED / "torchao.plain.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+
+
+@pytest.mark.parametrize("word", ["bf16", "fp32"])
+@pytest.mark.parametrize("ending", ["pth", "safetensors"])
+def test_torchao_as_its_authors(tmp_path: Path, ending: str, word: Any) -> None:
+    """Int8 by row, group and tensor, with dynamic activations, 3 and 4 bits, zero points, FP8."""
+    report = ckpt_tools.convert(QUANTISED / f"torchao.{ending}", tmp_path / "out.safetensors", dequantize=word)
+    found = load_file(tmp_path / "out.safetensors")
+    same_as_theirs(found)
+    assert sum(report.dequantised.values()) == 8
+    assert {found[name].dtype for name in found if name.endswith("weight")} == {
+        torch.bfloat16 if word == "bf16" else torch.float32
+    }
+
+
+def test_inspect_tells_scheme_and_elements() -> None:
+    """The bits that a class says, and the elements of the plain weights."""
+    rows = {row["scheme"]: row for row in ckpt_tools.inspect(QUANTISED / "torchao.pth").quantised["schemes"]}  # type: ignore[index]
+    assert {scheme: row["tensors"] for scheme, row in rows.items()} == {
+        "torchao int8": 4, "torchao int3": 1, "torchao int4": 2, "torchao fp8": 1,
+    }  # fmt: skip
+    assert {row["elements"] / row["tensors"] for row in rows.values()} == {24 * 96}
+
+
+def test_without_dequantize_the_error_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ObjectsError) as caught:
+        ckpt_tools.convert(QUANTISED / "torchao.pth", tmp_path / "out.safetensors")
+    assert "dequantize='bf16'" in caught.value.fix
+    with pytest.raises(ConvertError, match="`objects` comes before `dequantize`"):
+        ckpt_tools.convert(QUANTISED / "torchao.pth", tmp_path / "out.safetensors", objects="plain", dequantize="fp32")
+
+
+def changed(tmp_path: Path, name: str, edit: Any) -> Path:
+    """The flat file with what its metadata says of one weight edited, and tensors left out or added."""
+    tensors = load_file(QUANTISED / "torchao.safetensors")
+    with safe_open(QUANTISED / "torchao.safetensors", "pt") as file:
+        metadata = dict(file.metadata())
+    said = json.loads(metadata[name])
+    edit(said, tensors)
+    save_file(tensors, tmp_path / "in.safetensors", metadata | {name: json.dumps(said)})
+    return tmp_path / "in.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        (lambda said, _: said.update(_type="Int8RowsTensor"), r"'int8\.weight' .* torchao's Int8RowsTensor"),
+        (lambda said, _: said["_data"].update(block_size=[1, 48]), "do not fit each other"),
+        (lambda said, _: said["_data"].update(block_size=[1, 0]), "do not fit each other"),
+        (lambda _, tensors: tensors.pop("int8._weight_scale"), r"'int8\._weight_qdata' is int8"),
+        (lambda _, tensors: tensors.pop("int8._weight_qdata"), r"'int8\._weight_scale' is part of"),
+        (lambda _, tensors: tensors.update({"int8._weight_act_pre_scale": torch.ones(96)}), "act_pre_scale"),
+    ],
+)
+def test_what_is_not_known_is_refused(tmp_path: Path, edit: Any, match: str) -> None:
+    """A class of another version, blocks that do not fit, a part that is missing or unknown: nothing is guessed."""
+    with pytest.raises(ConvertError, match=match):
+        ckpt_tools.convert(changed(tmp_path, "int8.weight", edit), tmp_path / "out.safetensors", dequantize="fp32")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_class_of_another_version_is_refused(tmp_path: Path) -> None:
+    with ZipFile(QUANTISED / "torchao.pth") as theirs, ZipFile(tmp_path / "in.pth", "w") as other:
+        for name in theirs.namelist():
+            other.writestr(name, theirs.read(name).replace(b"Float8Tensor", b"Float9Tensor"))
+    with pytest.raises(ConvertError, match=r"'fp8\.weight' is quantised as torchao's Float9Tensor"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dequantize="fp32")
+
+
+# --- torch's own
+
+
+def test_torch_as_it_dequantises(tmp_path: Path) -> None:
+    """Tensors by tensor and by channel, and linear layers with dynamic activations, whose bias lies with the weight."""
+    report = ckpt_tools.convert(QUANTISED / "torch.pth", tmp_path / "out.safetensors", dequantize="fp32")
+    wanted, found = load_file(QUANTISED / "torch.plain.safetensors"), load_file(tmp_path / "out.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+    assert ("a.zero_point", "of quantised activations") in report.dropped
+    assert sum(report.dequantised.values()) == 5
+
+
+def test_torch_without_dequantize(tmp_path: Path) -> None:
+    """safetensors has no quantised tensors: the error says how to make them plain."""
+    with pytest.raises(ConvertError) as caught:
+        ckpt_tools.convert(QUANTISED / "torch.pth", tmp_path / "out.safetensors")
+    assert "dequantize='bf16'" in caught.value.fix
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:torch.quantize_per_tensor")
+def test_packed_weights_of_other_layers_are_refused(tmp_path: Path) -> None:
+    """An LSTM's are a script object; and what a weight would become may be there already."""
+    with pytest.raises(ConvertError, match=r"'lstm\._all_weight_values\.0\.param' has packed weights"):
+        ckpt_tools.convert(QUANTISED / "torch_lstm.pth", tmp_path / "out.pth", dequantize="fp32", objects="keep")
+    state = torch.load(QUANTISED / "torch.pth", weights_only=False)
+    torch.save(state | {"a.weight": torch.ones(2)}, tmp_path / "in.pth")
+    with pytest.raises(ConvertError, match=r"would become 'a\.weight'"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dequantize="fp32")
+
+
+def test_inspect(tmp_path: Path) -> None:
+    """The schemes with their sizes, and what is not whole; a parameter that is called scale is none."""
+    tensors = {"a.weight": codes(256, 256), "a.weight_scale_inv": torch.ones(2, 2), "b.weight": codes(2, 2)}
+    save_file(tensors, tmp_path / "in.safetensors")
+    found = ckpt_tools.inspect(tmp_path / "in.safetensors").quantised
+    assert found is not None
+    sizes = {"tensors": 1, "elements": 65536, "bytes": 65536 + 16, "bf16_bytes": 131072}
+    assert found["schemes"] == [{"scheme": "fp8, a scale a block", **sizes}]
+    assert "'b.weight'" in found["problems"][0]
+    save_file({"logit_scale": torch.ones(1), "norm.scale": torch.ones(3)}, tmp_path / "none.safetensors")
+    assert ckpt_tools.inspect(tmp_path / "none.safetensors").quantised is None
+
+
+def test_stats_measure_what_is_meant(tmp_path: Path) -> None:
+    """The plain weights are measured, each under its scheme, and no scales; what is not whole as it lies, which is said."""
+    report = ckpt_tools.stats(QUANTISED / "gptq.safetensors")
+    wanted = load_file(QUANTISED / "gptq.plain.safetensors")
+    assert {row.name for row in report.tensors} == set(wanted)
+    for row in report.tensors:
+        assert row.numbers is not None
+        assert row.dtype in {f"gptq, {bits} bits" for bits in (2, 3, 4, 8)}
+        assert row.numbers["mean"] == pytest.approx(float(wanted[row.name].double().mean()), abs=1e-9)
+        assert row.numbers["max"] == float(wanted[row.name].max())
+    assert any("gptq, 3 bits: 3 tensors" in note for note in report.notes)
+    save_file({"a.weight": codes(4, 4), "a.weight_scale": torch.ones(1), "b.weight": codes(2, 2)}, tmp_path / "in.safetensors")
+    report = ckpt_tools.stats(tmp_path / "in.safetensors")
+    assert {row.name: row.dtype for row in report.tensors} == {"a.weight": "fp8, a scale a tensor", "b.weight": "float8_e4m3fn"}
+    assert any("'b.weight'" in note for note in report.notes)
+
+
+def test_diff_measures_what_is_meant(tmp_path: Path) -> None:
+    """With `values` a quantised checkpoint is compared by its numbers; without, by its tensors as they lie."""
+    left, right = QUANTISED / "mxfp4.safetensors", QUANTISED / "mxfp4.plain.safetensors"
+    report = ckpt_tools.diff(left, right, values=True)
+    assert not report.changed
+    assert not report.added
+    assert not report.removed
+    assert {row.left for row in report.dtypes} == {"mxfp4", "mxfp4, rows and columns exchanged"}
+    assert any("taken as the numbers" in note for note in report.notes)
+    assert ckpt_tools.diff(left, right).removed
+    ckpt_tools.convert(QUANTISED / "bitsandbytes.safetensors", tmp_path / "half.safetensors", dequantize="bf16")
+    report = ckpt_tools.diff(tmp_path / "half.safetensors", QUANTISED / "bitsandbytes.safetensors", values=True)
+    assert max(row.gap["max_rel"] for row in report.changed if row.gap) < 2**-8
+
+
+def test_show_tells_what_is_meant() -> None:
+    """A plain name gives the numbers, a part's own name the part as it lies."""
+    path = QUANTISED / "bitsandbytes.safetensors"
+    wanted = load_file(QUANTISED / "bitsandbytes.plain.safetensors")["nf4.0.weight"]
+    shown = ckpt_tools.show(path, "nf4.0.weight[1:3, 60:]")
+    assert shown.dtype == "bnb nf4"
+    assert shown.values == wanted[1:3, 60:].tolist()
+    assert ckpt_tools.show(path, "nf4.0.weight.absmax").dtype == "float32"
+
+
+def test_an_average_of_codes_is_refused(tmp_path: Path) -> None:
+    """The mean of FP8 codes is not that of what they stand for: refused, with the command that makes them plain."""
+    for name in ("a", "b"):
+        save_file({"a.weight": codes(4, 4), "a.weight_scale": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ConvertError, match="quantised weights") as caught:
+        ckpt_tools.average([tmp_path / "a.safetensors", tmp_path / "b.safetensors"], tmp_path / "out.safetensors")
+    assert "--dequantize" in caught.value.fix

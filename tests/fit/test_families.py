@@ -155,7 +155,6 @@ def test_norms_of_tensorflows_time(tmp_path: Path) -> None:
 
 
 def test_sizes_come_from_the_config_beside(tmp_path: Path) -> None:
-    """The report says of each size who said it; params.json is Meta's."""
     (tmp_path / "params.json").write_text(json.dumps({"n_heads": HEADS, "n_kv_heads": KV_HEADS, "dim": WIDTH}))
     torch.save(make.meta(), tmp_path / "in.pth")
     report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan="llama-meta-to-hf")

@@ -19,7 +19,6 @@ SOURCE = FIXTURES / "ddp.pth"
 
 
 def convert(target: Any, out: Path, source: Path = SOURCE, **options: Any) -> dict[str, torch.Tensor]:
-    """The state dict that a conversion writes."""
     ckpt_tools.convert(source, out, like=target, **options)
     loaded: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
     return loaded
@@ -34,21 +33,13 @@ def with_head(classes: int) -> nn.Module:
 
 
 def assert_body(state: dict[str, torch.Tensor]) -> None:
-    """All but the head is the network's."""
     for name, value in network().state_dict().items():
         assert name.startswith("fc2") or element_bytes(state[name]) == element_bytes(value), name
 
 
-# --- the articles' cases
-
-
 def head(classes: int) -> nn.Module:
-    """A body and a head on 1024 features."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 1024), nn.ReLU(), nn.Linear(1024, classes))
-
-
-# --- targets
 
 
 def test_every_kind_of_target(tmp_path: Path) -> None:
@@ -161,7 +152,6 @@ def test_two_different_tensors_are_not_one(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_is_told(tmp_path: Path) -> None:
-    """`param_names` follow; state of tensors that changed is noted."""
     report = ckpt_tools.convert(
         FIXTURES / "training_named.pth", tmp_path / "m.pth", like=with_head(20), on_mismatch="reinit", reinit="default"
     )
@@ -170,9 +160,6 @@ def test_the_optimizer_is_told(tmp_path: Path) -> None:
     assert "optimizer-of-old-tensors" in [note.code for note in report.notes]
     assert report.fitted is not None
     assert [row.name for row in report.fitted.initialised] == ["fc2.weight", "fc2.bias"]
-
-
-# --- adaptation
 
 
 def test_adapt_is_timms_and_deits_rule(tmp_path: Path) -> None:
@@ -205,9 +192,6 @@ def test_adapt_is_timms_and_deits_rule(tmp_path: Path) -> None:
     for target in (like(1, 50) | {"late.weight": torch.empty(4, 1, 2, 2)}, like(3, 18)):
         with pytest.raises(MatchError, match="mismatched"):
             convert(target, tmp_path / "c.pth", tmp_path / "in.pth", adapt=True)
-
-
-# --- plans and options
 
 
 def test_a_plan_is_replayed(tmp_path: Path) -> None:

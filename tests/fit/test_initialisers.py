@@ -29,7 +29,6 @@ def initialised(like: Any, reinit: Any, **options: Any) -> dict[str, torch.Tenso
 def made(
     scheme: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, name: str = "fc.weight", seed: int = 0
 ) -> Any:
-    """One tensor by a scheme."""
     like = {"kept": torch.ones(1), name: torch.empty(shape, dtype=dtype, device="meta")}
     return initialised(like, {name: scheme}, seed=seed)[name]
 
@@ -58,7 +57,6 @@ def test_one_seed_gives_the_same_bytes(scheme: str) -> None:
 
 
 def test_every_scheme_is_told() -> None:
-    """In the help of --reinit and in the page's table."""
     page = (Path(__file__).parents[2] / "docs" / "loading.md").read_text()
     text = ckpt("convert", "--help-all").output
     for kind in (*TORCH, "target", "default"):

@@ -1,6 +1,7 @@
-"""Targets of every kind, and `ckpt match` on the command line."""
+"""Targets of every kind, prefixes that are named, and `ckpt match` on the command line."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,6 @@ def test_what_is_no_target_is_refused(module: str, what: str) -> None:
 
 
 def test_a_lazy_target_is_refused_by_name(module: str) -> None:
-    """A parameter that has no shape before the first run is named."""
     with pytest.raises(ConvertError, match=r"'0\.weight' of the target is lazy"):
         names_of(f"{module}:lazy")
 
@@ -126,9 +126,6 @@ def test_odd_targets_are_refused(module: str, tmp_path: Path) -> None:
     for spec, args, error in cases:
         with pytest.raises(error):
             names_of(spec, like_args=args)
-
-
-# --- in a stranger's folder
 
 
 MARK = "from pathlib import Path\nPath(__file__ + '.ran').touch()\n"
@@ -215,3 +212,26 @@ def test_the_call_is_the_command(tmp_path: Path) -> None:
         ckpt_tools.match(source)
     with pytest.raises(UsageError, match="`overwrite` needs `output=PLAN`"):
         ckpt_tools.match(source, like=like, overwrite=True)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def saved(model: nn.Module, path: Path) -> Path:
+    torch.save(model.state_dict(), path)
+    return path
+
+
+def test_a_prefix_that_is_in_the_names_too(tmp_path: Path) -> None:
+    """Where the model has an attribute of that name itself, the advice takes one off and not both."""
+    inner = nn.ModuleDict({"model": network(), "head": nn.Linear(2, 2)})
+    source, like = saved(nn.ModuleDict({"model": inner}), tmp_path / "in.pth"), saved(inner, tmp_path / "like.pth")
+    command = ["convert", str(source), str(tmp_path / "out.pth"), "--like", str(like)]
+    said = ckpt(*command, code=3).stderr
+    option = said[said.index("--strip-prefix") :].partition(" too")[0]
+    ckpt(*command, *shlex.split(option))
+    inner.load_state_dict(torch.load(tmp_path / "out.pth"))
+    (finding,) = [row for row in ckpt_tools.inspect(source).findings if row.code == "common-prefix"]
+    ckpt(*shlex.split(finding.fix)[1:])
+    inner.load_state_dict(torch.load(tmp_path / "in.fixed.pth"))

@@ -16,8 +16,6 @@ State = dict[str, torch.Tensor]
 
 
 def table(old: object, new: object, **fields: object) -> str:
-    """One step as TOML."""
-
     def toml(value: object) -> str:
         return str(value).lower() if isinstance(value, bool) else repr(value)
 
@@ -130,7 +128,6 @@ def test_plans_compose_with_the_rest(tmp_path: Path) -> None:
 
 
 def test_names_with_braces(tmp_path: Path) -> None:
-    """A brace is written twice, and numbers keep their zeros in front."""
     made = planned({"{x}.007.weight": X}, table("{{x}}.{i}.weight", "y{{{i}}}"), tmp_path)
     assert list(made) == ["y{007}"]
 
@@ -224,14 +221,12 @@ def test_parts_that_do_not_stack(state: State, message: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("step", ["reshape", "flatten", "pad"])
 def test_a_step_without_an_inverse_is_named(step: str, tmp_path: Path) -> None:
-    """The reverse of a step that does not say what was before."""
     fields: dict[str, object] = {"reshape": {"to": [24]}, "flatten": {}, "pad": {"size": 9}}[step]  # type: ignore[assignment]
     with pytest.raises(MatchError, match="inverse"):
         planned({"b.w": X}, table("a.w", "b.w", step=step, **fields), tmp_path, reverse=True)
 
 
 def test_options_about_patterns_need_a_plan_of_patterns(tmp_path: Path) -> None:
-    """Without a plan, and with one that names every tensor."""
     torch.save({"a.w": X}, tmp_path / "in.pth")
     with pytest.raises(UsageError, match="about a plan"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan_value={"n": 1})
@@ -299,7 +294,6 @@ def test_a_fill_is_rounded_as_torch_rounds_it(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_drops_all_is_refused(tmp_path: Path) -> None:
-    """A file without tensors is not what anybody wants."""
     (tmp_path / "p.toml").write_text(HEAD + 'drop = ["a"]\n')
     torch.save({"a": torch.ones(2)}, tmp_path / "in.pth")
     with pytest.raises(NothingMatchedError, match="No tensor would be left"):

@@ -21,7 +21,6 @@ STATE = {
 
 
 def table(old: Any, new: Any, step: str = "copy", **fields: Any) -> str:
-    """One step as TOML."""
     rows = {"old": old, "new": new, "step": step, **fields}
     return "\n[[tensor]]\n" + "".join(f"{key} = {value!r}\n".replace("(", "[").replace(")", "]") for key, value in rows.items())
 
@@ -109,7 +108,6 @@ def test_a_folded_plan_is_the_same_plan(parts: list[tuple[list[str], list[int], 
 
 
 def test_a_name_that_toml_cannot_hold(tmp_path: Path) -> None:
-    """It is refused before anything is written."""
     torch.save({"\ud800": torch.ones(2)}, tmp_path / "in.pth")
     with pytest.raises(MatchError, match="surrogate"):
         ckpt_tools.match(tmp_path / "in.pth", like={"a": torch.ones(2)}, output=tmp_path / "plan.toml")
@@ -127,9 +125,6 @@ def test_numbers_inside_of_numbers(tmp_path: Path) -> None:
     wanted = {f"h.{i}.e{j}.{kind}": state[f"layers.{i}.{j}.{kind}"] for i in (0, 1) for j in (0, 1, 2) for kind in "wb"}
     assert [*loaded] == [*wanted]
     assert all(torch.equal(loaded[name], value) for name, value in wanted.items())
-
-
-# --- files that are no plan
 
 
 NUMBERED = ["0-", "2-1", "a", "0,0", "00", "0-999999999", ""]
@@ -160,7 +155,6 @@ def test_rubbish_is_refused(number: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["missing", "latin", "."])
 def test_files_that_are_no_text_are_refused(name: str, tmp_path: Path) -> None:
-    """Missing, a folder, no UTF-8."""
     (tmp_path / "latin").write_bytes(b"\xff\xfe")
     torch.save(STATE, tmp_path / "in.pth")
     with pytest.raises(MatchError):

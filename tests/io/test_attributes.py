@@ -5,23 +5,20 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import ckpt_tools
 from ckpt_tools.errors import NotACheckpointError, OutputError
 from tests.support.terminal import run
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes")
-KERNEL = 2 << 20
+KERNEL = 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def plain_umask() -> Iterator[None]:
-    """What is usual: others may read."""
     old = os.umask(0o022)
     yield
     os.umask(old)
@@ -29,7 +26,6 @@ def plain_umask() -> Iterator[None]:
 
 @pytest.fixture
 def private(tmp_path: Path) -> Path:
-    """A checkpoint that nobody else may read."""
     path = tmp_path / "in.pth"
     torch.save({"a.w": torch.rand(600), "b.w": torch.rand(600)}, path)
     path.chmod(0o600)
@@ -37,7 +33,6 @@ def private(tmp_path: Path) -> Path:
 
 
 def mode(path: Path) -> int:
-    """Its permissions."""
     return stat.S_IMODE(path.stat().st_mode)
 
 
@@ -58,14 +53,11 @@ def test_an_output_is_no_more_open_than_its_input(command: str, bits: int, priva
     out = private.with_name("out.html" if command == "report" else "out.pth")
     COMMANDS[command](private, out)  # type: ignore[no-untyped-call]
     assert mode(out) == bits & 0o644 | 0o600
-
-
-def test_one_private_input_of_two(private: Path) -> None:
-    """An average is as private as the most private of its inputs."""
-    public = private.with_name("public.pth")
-    public.write_bytes(private.read_bytes())
-    ckpt_tools.average([public, private], private.with_name("out.pth"))
-    assert (mode(public), mode(private.with_name("out.pth"))) == (0o644, 0o600)
+    if command == "average":  # is as private as the most private of its inputs
+        public = private.with_name("public.pth")
+        public.write_bytes(private.read_bytes())
+        ckpt_tools.average([public, private], private.with_name("both.pth"))
+        assert mode(private.with_name("both.pth")) == mode(out)
 
 
 @pytest.mark.parametrize("format", ["safetensors", "dcp"])
@@ -107,7 +99,6 @@ def test_what_is_replaced_hands_on_what_it_had(bits: int, private: Path) -> None
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
 def test_the_owner_stays(private: Path) -> None:
-    """Root replaces a user's file: it stays the user's."""
     out = private.with_name("out.pth")
     out.write_bytes(b"old")
     os.chown(out, 12345, 12346)
@@ -134,18 +125,3 @@ def test_a_disk_that_fails_under_a_kernel_copy(broken: str, tmp_path: Path, monk
         ckpt_tools.convert(path, tmp_path / "out.pth", drop="b.w")
     assert ("in.pth cannot be read" if broken == "input" else "out.pth cannot be written") in caught.value.what
     assert not (tmp_path / "out.pth").exists()
-
-
-def test_a_lost_counter_is_lost(tmp_path: Path) -> None:
-    """num_batches_tracked that the damage took is missing, and not said to have been lacking; 0 is not its value."""
-    model: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    model[1].num_batches_tracked += 1234567
-    path = tmp_path / "in.pth"
-    torch.save(model.state_dict(), path)
-    data = path.read_bytes()
-    at = data.index((1234567).to_bytes(8, "little"))
-    path.write_bytes(data[:at] + b"\xff\xff\xff\xff" + data[at + 4 :])
-    report = ckpt_tools.repair(path, tmp_path / "out.pth")
-    assert (report.exit_code, [row.where for row in report.missing]) == (1, [["1.num_batches_tracked"]])
-    assert "num-batches-tracked" not in {row.code for row in report.mended}
-    assert "1.num_batches_tracked" not in torch.load(tmp_path / "out.pth")

@@ -1,7 +1,12 @@
-"""Remote paths: by ranges over HTTP, through fsspec elsewhere; nothing else is fetched, and nothing half is left."""
+"""Remote paths: by ranges over HTTP, through fsspec elsewhere; nothing half is left; servers that lie are told."""
 
+import contextlib
 import io
 import os
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,34 +14,22 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
+import ckpt_tools
 from ckpt_tools import CkptError, convert, inspect
 from ckpt_tools.errors import OutputError, OutputExistsError, RemoteError
 from ckpt_tools.torch import load_state_dict
 from tests.support.commands import ckpt
 from tests.support.graphs import assert_same
+from tests.support.samples import FIXTURES
 from tests.support.servers import Handler, Server
 
 
 def small(path: Path) -> dict[str, torch.Tensor]:
-    """A small checkpoint, saved by torch."""
     state = {"a.w": torch.randn(100, 100), "b.w": torch.arange(7)}
     torch.save(state, path)
     return state
-
-
-def sparse_file(path: Path, tensors: int, nbytes: int) -> int:
-    """A checkpoint of so many bytes in all, saved by torch with holes for the data; returns its size."""
-    with FakeTensorMode():
-        state = {f"layers.{i}.weight": torch.empty(nbytes // tensors // 4) for i in range(tensors)}
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(state, path)
-    return path.stat().st_size
-
-
-# --- HTTP
 
 
 def test_a_server_without_ranges(server: Server, tmp_path: Path) -> None:
@@ -45,7 +38,8 @@ def test_a_server_without_ranges(server: Server, tmp_path: Path) -> None:
     server.ranges = False
     assert len(inspect(server.url("in.pth")).tensors) == 2
     assert len(server.requests) == 1
-    sparse_file(tmp_path / "big.pth", tensors=4, nbytes=1 << 30)
+    (tmp_path / "big.pth").touch()
+    os.truncate(tmp_path / "big.pth", 1 << 30)
     with pytest.raises(RemoteError, match="ignores range requests") as caught:
         inspect(server.url("big.pth"))
     assert "Download it" in caught.value.fix
@@ -88,7 +82,6 @@ def test_down_and_up(memory: Any, tmp_path: Path) -> None:
 
 
 def content(memory: Any, folder: str) -> dict[str, bytes]:
-    """The files of a folder in memory."""
     return {name.removeprefix(folder + "/"): memory.cat(name) for name in memory.find(folder)}
 
 
@@ -132,7 +125,6 @@ def test_a_distributed_checkpoint_at_an_address(memory: Any, tmp_path: Path) -> 
 
 
 def test_an_index_comes_last(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a driver is asked for: all shards come before the index."""
     torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
     asked: list[str] = []
     call = type(memory).mv
@@ -151,23 +143,23 @@ def test_an_index_comes_last(memory: Any, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_failed_folder_leaves_nothing(
     memory: Any, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver that fails at any file leaves no new folder."""
+    """A driver that fails at any file, or as an index takes its place, leaves no new folder."""
     torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
-    opened = type(memory).open
-    left = [0]
+    opened, left, files = type(memory).open, [0], 4 if "shard_size" in options else 2
 
     def broken(self: Any, path: str, mode: str = "rb", **rest: Any) -> Any:
         left[0] -= mode == "wb"
         if mode == "wb" and left[0] == 0:
-            raise PermissionError("no")
+            refused()
         return opened(self, path, mode, **rest)
 
-    files = 4 if "shard_size" in options else 2
     monkeypatch.setattr(type(memory), "open", broken)
-    for number in range(1, files + 1):
+    for number in range(1, files + 2):
         left[0] = number
-        with pytest.raises(RemoteError, match="cannot be reached"):
-            convert(tmp_path / "in.pth", "memory://runs/new", **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(memory), "mv", refused if number > files else type(memory).mv)
+            with pytest.raises(RemoteError, match="cannot be reached"):
+                convert(tmp_path / "in.pth", "memory://runs/new", **options)
         assert not memory.store
         assert not memory.exists("/runs/new")
     left[0] = 0
@@ -175,17 +167,8 @@ def test_a_failed_folder_leaves_nothing(
     assert len(content(memory, "/runs/new")) == files
 
 
-def test_a_rename_that_fails_leaves_nothing(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the file system fails as the index takes its place, all of the folder goes."""
-    torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
-
-    def broken(*_: Any, **__: Any) -> None:
-        raise PermissionError("no")
-
-    monkeypatch.setattr(type(memory), "mv", broken)
-    with pytest.raises(RemoteError, match="cannot be reached"):
-        convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000)
-    assert not memory.store
+def refused(*_: Any, **__: Any) -> None:
+    raise PermissionError("no")
 
 
 def test_a_file_address(tmp_path: Path) -> None:
@@ -211,7 +194,7 @@ def test_a_failed_upload_leaves_nothing(memory: Any, tmp_path: Path, monkeypatch
 
     def broken(*arguments: Any, **options: Any) -> Any:
         file = opened(*arguments, **options)
-        monkeypatch.setattr(file, "write", lambda _: (_ for _ in ()).throw(PermissionError("no")))
+        monkeypatch.setattr(file, "write", refused)
         return file
 
     monkeypatch.setattr(type(memory), "open", broken)
@@ -243,3 +226,111 @@ def test_the_command_line(memory: Any, tmp_path: Path) -> None:
     result = ckpt("inspect", "memory://d/out.pth", "memory://d/none.pth", code=3)
     assert result.stdout.startswith("memory://d/out.pth")
     assert "There is no such file." in result.stderr
+
+
+Answer = Callable[[str], bytes]
+
+
+class Canned(socketserver.ThreadingTCPServer):
+    """Answers every request with the bytes that a function makes of its first line, and waits until the client has gone."""
+
+    daemon_threads = True
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer = answer
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/{name}"
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    server: Canned
+
+    def handle(self) -> None:
+        line = self.rfile.readline().decode("latin-1")
+        while self.rfile.readline().strip():
+            pass
+        with contextlib.suppress(OSError):
+            self.wfile.write(self.server.answer(line))
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer | bytes], Canned]]:
+    """Starts servers, which end with the test; tries again are not waited for."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    running: list[Canned] = []
+
+    def start(answer: Answer | bytes) -> Canned:
+        server = Canned(answer if callable(answer) else lambda _: answer)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        running.append(server)
+        return server
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def partial(head: bytes, body: bytes = b"x") -> bytes:
+    return b"HTTP/1.1 206 Partial Content\r\n" + head + b"\r\nConnection: close\r\n\r\n" + body
+
+
+LIES = {
+    "range of 5,000 digits": partial(b"Content-Range: bytes 0-1/" + b"9" * 5000),
+    "length of 5,000 digits": b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+    "digits of another script": partial("Content-Range: bytes 0-1/\u00b2".encode("latin-1")),
+    "unparsable host": b"HTTP/1.1 302 Found\r\nLocation: http://[::1/x\r\nContent-Length: 0\r\n\r\n",
+    "port that is none": b"HTTP/1.1 302 Found\r\nLocation: http://h:port/x\r\nContent-Length: 0\r\n\r\n",
+    "raw bytes in Location": b"HTTP/1.1 302 Found\r\nLocation: http://\xff\xfe\x80\xad/\xe9\r\nContent-Length: 0\r\n\r\n",
+    "no HTTP at all": b"\xff\xfe\x00" * 9,
+    "status without a number": b"HTTP/1.1 abc\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_is_an_error_of_ours(serve: Callable[..., Canned], name: str) -> None:
+    """Lengths that no file has, hosts that are none and raw bytes end in a RemoteError, never in a traceback."""
+    with pytest.raises(RemoteError):
+        ckpt_tools.inspect(serve(LIES[name]).url("model.pth"))
+
+
+def leading(place: str) -> bytes:
+    return f"HTTP/1.1 302 Found\r\nLocation: {place}\r\nContent-Length: 0\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize("place", ["ftp://127.0.0.1/x", "file:///etc/passwd", "data:text/plain,x", "/model.pth"])
+def test_redirects_to_other_schemes_are_refused(serve: Callable[..., Canned], place: str) -> None:
+    """Only HTTP leads on, and encryption is not given up; what leads round and round is said to do so."""
+    with pytest.raises(RemoteError, match="infinite loop" if place == "/model.pth" else r"another scheme|not allowed"):
+        ckpt_tools.inspect(serve(leading(place)).url("model.pth"))
+
+
+@pytest.mark.parametrize(
+    "place", ["http://inside.example/x", "http://127.0.0.1/x", "http://[::1]:8000/x", "http://127%2e0%2e0%2e1/x"]
+)
+def test_redirects_into_a_private_network_are_refused(
+    serve: Callable[..., Canned], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    server = serve(leading(place))
+    known = {"public.example": "93.184.216.34", "inside.example": "10.0.0.7"}
+    resolve, connect, port = socket.getaddrinfo, socket.create_connection, server.server_address[1]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: resolve(known.get(host, host), *rest, **more))
+    monkeypatch.setattr(socket, "create_connection", lambda _, *rest, **more: connect(("127.0.0.1", port), *rest, **more))
+    with pytest.raises(RemoteError, match="private network"):
+        ckpt_tools.inspect("http://public.example/model.pth")
+
+
+def test_honest_addresses(serve: Callable[..., Canned]) -> None:
+    """A name with an é, a space or raw UTF-8 in an address is asked for as a browser does."""
+    asked: set[str] = set()
+    data = (FIXTURES / "single.safetensors").read_bytes()
+
+    def answer(line: str) -> bytes:
+        asked.add(line.split(" ")[1])
+        head = f"Content-Range: bytes 0-{len(data) - 1}/{len(data)}\r\nContent-Length: {len(data)}".encode()
+        return partial(head, data)
+
+    assert ckpt_tools.inspect(serve(answer).url("modèle é.safetensors")).tensors
+    assert asked == {"/mod%C3%A8le%20%C3%A9.safetensors"}

@@ -1,4 +1,4 @@
-"""Layers of Flax and Keras against torch's: the kernels turned, the same outputs, and nothing guessed."""
+"""Layers of Flax and Keras against those of torch, and two libraries against each other: right or refused, nothing guessed."""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +14,7 @@ import ckpt_tools
 import ckpt_tools.torch
 from ckpt_tools.errors import MatchError
 from tests.support.flax import flax_file, keras_file
-from tests.support.matching import state_of
+from tests.support.matching import reported, state_of
 from tests.support.samples import FIXTURES
 
 HERE = FIXTURES / "frameworks"
@@ -180,7 +180,6 @@ def test_a_layer_in_front_of_an_image() -> None:
 
 
 def test_convert_refuses_a_flatten(tmp_path: Path) -> None:
-    """What is ambiguous is not written."""
     options: dict[str, Any] = {"like": Tiny(5, 20, 7), "match": "structure", "drop": ["lr", "phase"], "reinit": COUNTER}
     with pytest.raises(MatchError, match="flattened image"):
         ckpt_tools.convert(HERE / "flax.msgpack", tmp_path / "out.safetensors", **options)
@@ -217,3 +216,56 @@ def test_a_kernel_of_flax_is_compared_as_torch_has_it(is_torch: bool) -> None:
         "flax", {"params.dense.kernel": kernel}, {"fc.weight": kernel if is_torch else kernel.T.contiguous()}, "values"
     ).matched
     assert (row.reason, row.step) == ("values", "copy" if is_torch else "transpose")
+
+
+# A file of `pairs/` is the truth about small configurations of timm (or BERT) and of transformers (or efficientnet_pytorch):
+# numbers that were moved so gave equal outputs. `a = b: weight [4,3]` is a module, ` + ` joins the parts of a fused layer.
+PAIRS = {path.stem: path for path in sorted((Path(__file__).parent / "pairs").glob("*.txt"))}
+ASKED = {"focalnet": 1, "levit": 1, "mobilenet_v2": 1}  # questions; all others need none
+Truth = set[tuple[tuple[str, ...], tuple[str, ...]]]
+
+
+def shape_of(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.strip("[]").split(",") if size)
+
+
+def read(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], Truth]:
+    sides: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]] = ({}, {})
+    truth = set()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        modules, _, leaves = line.partition(": ")
+        for leaf in leaves.split(", ") if leaves else [""]:
+            named = []
+            for text, side in zip(modules.split(" = "), sides, strict=True):
+                parts = (text if not leaf else f"{text}.{leaf}").split(" + ")
+                made = {part.split()[0]: shape_of(part.split()[1]) for part in parts}
+                side.update(made)
+                named.append(tuple(made))
+            truth.add((named[0], named[1]))
+    return *sides, truth
+
+
+def said(found: Any) -> Truth:
+    """The partners that a matching has, offers too."""
+    return {((row.old,), (row.new,)) for row in found.matched} | {(offer.old, offer.new) for offer in found.offers}
+
+
+@pytest.mark.parametrize(
+    ("name", "turned"), [(name, back) for name in PAIRS for back in (False, True) if not back or name not in ASKED]
+)
+def test_partners_are_true_and_few_answers_settle_the_rest(name: str, turned: bool) -> None:
+    """Both ways: no partner is another's, and once the questions are answered nothing is left over."""
+    olds, news, truth = read(PAIRS[name])
+    if turned:
+        olds, news, truth = news, olds, {(new, old) for old, new in truth}
+
+    def answered(*pairs: str) -> Any:
+        return reported(olds, news, allow_reshape=True, pair=pairs)
+
+    found = answered()
+    assert said(found.matching) <= truth
+    assert len(found.advice.questions) == ASKED.get(name, 0)
+    for question in found.advice.questions:  # at most one
+        answers = (answered(question.answer(old)) for old in question.candidates)
+        found = next(answer for answer in answers if said(answer.matching) <= truth)
+    assert said(found.matching) == truth

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support import networks as nets
-from tests.support.matching import assert_same_function, by_names, fates, matched, pairs
+from tests.support.matching import assert_same_function, fates, matched, pairs
 
 # --- pairs of implementations
 
@@ -196,7 +196,6 @@ def implementation(draw: st.DrawFn, tree: Tree, words: list[str], stems: list[st
 
 
 def tensors(leaves: list[tuple[str, tuple[int, ...], int]]) -> dict[str, tuple[int, ...]]:
-    """The tensors of leaf modules, in order."""
     return {f"{name}.{leaf}".strip("."): shape for name, _, kind in leaves for leaf, shape in KINDS[kind].items()}
 
 
@@ -277,10 +276,10 @@ def test_equal_shapes_that_change_places_are_never_swapped(data: st.DataObject) 
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.data())
-def test_every_tensor_has_one_fate(data: st.DataObject) -> None:
+@given(st.data(), st.sampled_from(["exact+wrappers", "names", "structure"]))
+def test_every_tensor_has_one_fate(data: st.DataObject, stages: str) -> None:
     """Any names and shapes: each target name in one list, each source name matched once at most."""
-    names = st.lists(st.lists(st.sampled_from(["a", "b", "0", "1", "qkv", "q", "weight", "bias"]), min_size=1, max_size=4)
+    names = st.lists(st.lists(st.sampled_from(["a", "0", "qkv", "q", "weight", "bias", "module"]), min_size=1, max_size=4)
                      .map(".".join), unique=True, min_size=1, max_size=12)  # fmt: skip
     shapes = st.sampled_from([(2, 2), (6, 2), (2,), (6,), (2, 2, 1), ()])
     tied = torch.ones(2, 2)
@@ -288,15 +287,12 @@ def test_every_tensor_has_one_fate(data: st.DataObject) -> None:
         {name: tied if data.draw(st.integers(0, 3)) == 0 else torch.zeros(data.draw(shapes)) for name in data.draw(names)}
         for _ in range(2)
     ]
-    found = matched(*sides, allow_reshape=data.draw(st.booleans()))
+    found = matched(sides[0], sides[1], stages, allow_reshape=data.draw(st.booleans()))
     listed = [*pairs(found), *found.missing, *(row.new for row in (*found.mismatched, *found.ambiguous))]
     assert sorted(listed) == sorted(sides[1])
     used = [row.old for row in (*found.matched, *found.mismatched) if row.reason != "tied"]
     assert len(set(used)) == len(used)
     assert {*used, *(row.old for row in found.matched if row.reason == "tied"), *found.unexpected} == set(sides[0])
-
-
-# --- as many as there are
 
 
 def test_of_many_candidates_the_first_are_listed() -> None:
@@ -314,20 +310,3 @@ def test_names_that_mean_too_many_things_are_left_undecided() -> None:
     found = matched(*({f"{joint.join(name)}.weight": (4, 4) for name in names} for joint in "._"))
     assert not found.matched
     assert len(found.ambiguous) == len(names)
-
-
-# --- names
-
-
-WORDS_OF_NAMES = st.lists(st.sampled_from(["module", "a", "b", "_orig_mod", "fc"]), min_size=1, max_size=4)
-NAMES = st.lists(WORDS_OF_NAMES.map(".".join), unique=True, min_size=1, max_size=8)
-
-
-@given(NAMES, NAMES, st.sampled_from(["exact+wrappers", "names"]))
-def test_every_name_has_one_fate(old: list[str], new: list[str], stages: str) -> None:
-    """Each target name is in one list, each source name is used at most once, and what is unused is unexpected."""
-    found = by_names(old, new, stages)
-    fates = [*pairs(found), *found.missing, *(row.new for row in (*found.mismatched, *found.ambiguous))]
-    assert sorted(fates) == sorted(new)
-    used = [row.old for row in (*found.matched, *found.mismatched)]
-    assert sorted([*used, *found.unexpected]) == sorted(old)

@@ -1,4 +1,4 @@
-"""`ckpt check`: what is whole is healthy, what is damaged is named, and nothing is read twice or imported."""
+"""`ckpt check`: what is whole is healthy, what is damaged is named, nothing is read twice or imported; and what numbers say."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import ckpt_tools
 from ckpt_tools import check
@@ -22,7 +23,6 @@ from tests.support.zips import flip_byte, rewrite
 
 
 def codes(path: Path, **options: object) -> list[str]:
-    """The codes of what check finds."""
     return [finding.code for finding in check(path, **options).findings]  # type: ignore[arg-type]
 
 
@@ -33,7 +33,6 @@ def saved(path: Path, *, tensors: int = 5, rows: int = 50) -> Path:
 
 
 def test_every_code_can_be_ignored() -> None:
-    """Each that `ckpt explain` knows."""
     assert check(FIXTURES / "ddp.pth", ignore=sorted(CODES)).verdict == "healthy"
 
 
@@ -65,7 +64,6 @@ def test_two_writers(tmp_path: Path) -> None:
 
 
 def test_unused_storage(tmp_path: Path) -> None:
-    """A record that no tensor uses is named, and no problem."""
     path, more = saved(tmp_path / "model.pth"), tmp_path / "more.pth"
     import zipfile
 
@@ -78,7 +76,6 @@ def test_unused_storage(tmp_path: Path) -> None:
 
 
 def test_a_storage_that_stands_in_the_tree_is_used(tmp_path: Path) -> None:
-    """No tensor is on it, and it is saved by itself: that is a use."""
     torch.save({"a.w": torch.ones(3), "raw": torch.zeros(5)._typed_storage()}, tmp_path / "model.pth")
     assert "unused-storage" not in codes(tmp_path / "model.pth")
 
@@ -141,7 +138,6 @@ OTHER_FILES = {
 
 @pytest.mark.parametrize("data", [*OTHER_FILES.values(), bytes(5000)], ids=[*OTHER_FILES, "zeros"])
 def test_other_files_are_unreadable(tmp_path: Path, data: bytes) -> None:
-    """A file that is no checkpoint is one finding."""
     path = tmp_path / "model.pth"
     path.write_bytes(data)
     (finding,) = check(path).findings
@@ -231,40 +227,29 @@ class Config:
     """A class that a checkpoint may hold."""
 
 
-def test_a_class_that_is_not_there(tmp_path: Path) -> None:
-    """The package is not installed; the finder is asked, nothing is imported."""
-    path = tmp_path / "model.pth"
+def of_module(path: Path, name: str) -> Path:
     torch.save({"config": Config()}, path)
-    renamed_global(path, __name__.encode(), b"x" * len(__name__))
-    assert {"not-importable", "weights-only-refused"} <= set(codes(path))
+    renamed_global(path, b"c" + __name__.encode() + b"\n", b"c" + name.encode() + b"\n")
+    return path
+
+
+def test_a_class_that_is_not_there(tmp_path: Path) -> None:
+    """The package is not installed; a class of __main__ is in no other program."""
+    assert {"not-importable", "weights-only-refused"} <= set(codes(of_module(tmp_path / "model.pth", "no_such_package")))
+    assert "script-class" in codes(of_module(tmp_path / "model.pth", "__main__"))
 
 
 def test_only_the_top_level_package_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`find_spec("a.b")` would import `a`: a package that would say so if it were imported stays untouched."""
-    package = tmp_path / "noisy_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "noisy_package").mkdir()
+    (tmp_path / "noisy_package" / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    path = tmp_path / "model.pth"
-    torch.save({"config": Config()}, path)
-    name = "noisy_package.models"
-    renamed_global(path, b"c" + __name__.encode() + b"\n", b"c" + name.encode() + b"\n")
-    assert "not-importable" not in codes(path)
+    assert "not-importable" not in codes(of_module(tmp_path / "model.pth", "noisy_package.models"))
     assert "noisy_package" not in sys.modules
-
-
-def test_a_class_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class of __main__ is in no other program."""
-    path = tmp_path / "model.pth"
-    torch.save({"config": Config()}, path)
-    renamed_global(path, b"c" + __name__.encode() + b"\n", b"c__main__\n")
-    assert "script-class" in codes(path)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the other way round there")
 def test_windows_paths(tmp_path: Path) -> None:
-    """A path saved on Windows."""
-
     class Windows:
         def __reduce__(self) -> tuple[Any, ...]:
             return pathlib.WindowsPath, ("C:\\runs",)
@@ -284,9 +269,75 @@ def numpy_scalar(path: Path, module: bytes = b"numpy._core.multiarray", name: by
 
 @pytest.mark.parametrize(("module", "name"), [("multiarray", "scalar"), ("multiarray", "array"), ("numeric", "_frombuffer")])
 def test_numpy_1_seen_by_numpy_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
-    """Old names are a note."""
     np = pytest.importorskip("numpy", "2.0")
     assert np.__version__ >= "2"
     path = numpy_scalar(tmp_path / "model.pth", f"numpy.core.{module}".encode(), name.encode())
     (finding,) = [finding for finding in check(path).findings if finding.code == "numpy-1"]
     assert finding.severity == "info"
+
+
+def test_digests_are_what_the_documentation_says(tmp_path: Path) -> None:
+    """The digest of a known tensor, computed by hand from the documented recipe."""
+    import hashlib
+
+    path = tmp_path / "model.pth"
+    values = torch.arange(6.0).reshape(2, 3)
+    torch.save({"w.weight": values.T.contiguous().T}, path)  # strided in the file, row-major in the digest
+    (digest,) = check(path, digest=True).digests
+    assert digest.sha256 == hashlib.sha256(b"float32 [2,3]\n" + values.numpy().tobytes()).hexdigest()
+
+
+def test_overlapping_tensors_cannot_take_for_ever(tmp_path: Path) -> None:
+    """Ten thousand different views of 100 MB on one number would be a terabyte of hashing: they are said to be skipped."""
+    path = tmp_path / "views.pth"
+    one = torch.ones(1)
+    torch.save({f"v{i}.weight": one.expand(25_000_000 + i) for i in range(100)}, path)
+    report = check(path, digest=True)
+    assert len(report.skipped) + len(report.digests) == 100
+    assert len(report.digests) < 10
+    assert "skipped" in [finding.code for finding in report.findings]
+
+
+def test_values_across_blocks(tmp_path: Path) -> None:
+    """Elements that a block border cuts in two are counted once: a safetensors file may begin at any byte."""
+    path, count = tmp_path / "model.safetensors", 1_100_000
+    values = torch.zeros(count)
+    values[::997] = float("nan")
+    header = f'{{"a":{{"dtype":"F32","shape":[{count}],"data_offsets":[0,{4 * count}]}}}}'.encode()
+    header += b" " * ((1 - len(header)) % 4)  # the bytes begin at an odd offset
+    path.write_bytes(len(header).to_bytes(8, "little") + header + values.numpy().tobytes())
+    (row,) = check(path, values=True).values
+    assert row["nan"] == int(values.isnan().sum())
+
+
+def test_what_values_say(tmp_path: Path) -> None:
+    """Zeros, garbage and a fresh head are named; a trained head, zero biases and tiny moments are not."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(64, 64), nn.Linear(64, 10)
+    with torch.no_grad():
+        body.weight.mul_(1.5)
+    garbage = torch.randint(-(2**31), 2**31 - 1, (40, 40), dtype=torch.int32).view(torch.float32).nan_to_num(1.0, 1.0, 1.0)
+    state = {
+        "body.weight": body.weight, "body.bias": torch.zeros(64), "gone.weight": torch.zeros(8, 8), "lost.weight": garbage,
+        "fc.weight": head.weight, "fc.bias": head.bias,
+    }  # fmt: skip
+    torch.save({name: tensor.detach().clone() for name, tensor in state.items()}, tmp_path / "model.pth")
+    found = {
+        (finding.code, finding.where[-1]) for finding in check(tmp_path / "model.pth", values=True).findings if finding.where
+    }
+    assert found == {("all-zero", "gone.weight"), ("uninitialised", "lost.weight"), ("fresh-head", "fc.weight")}
+    with torch.no_grad():
+        head.weight.add_(torch.randn_like(head.weight) * 0.02)
+    torch.save({"fc.weight": head.weight.detach(), "fc.bias": head.bias.detach()}, tmp_path / "trained.pth")
+    assert codes(tmp_path / "trained.pth", values=True) == []
+
+
+def test_one_large_weight_is_no_fresh_head(tmp_path: Path) -> None:
+    """Ten thousand normal numbers and one that no initialiser gives: the spread hardly tells, the largest does."""
+    torch.manual_seed(0)
+    state = {"classifier.weight": torch.randn(100, 100) * 0.02, "classifier.bias": torch.zeros(100)}
+    torch.save(state, tmp_path / "fresh.pth")
+    assert codes(tmp_path / "fresh.pth", values=True) == ["fresh-head"]
+    state["classifier.weight"][3, 4] = 0.3
+    torch.save(state, tmp_path / "trained.pth")
+    assert codes(tmp_path / "trained.pth", values=True) == []

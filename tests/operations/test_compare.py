@@ -19,7 +19,6 @@ from tests.support.samples import FIXTURES, PTH, SAFETENSORS
 
 
 def save(path: Path, **tensors: torch.Tensor) -> Path:
-    """A state dict in a file, by the extension."""
     if path.suffix == ".safetensors":
         save_file(tensors, path)
     else:
@@ -31,7 +30,6 @@ def save(path: Path, **tensors: torch.Tensor) -> Path:
 
 
 def test_a_file_is_the_same_as_itself() -> None:
-    """Every fixture, whatever it holds, compares equal with itself."""
     for path in (*PTH, *SAFETENSORS):
         report = diff(path, path, values=True)
         assert report.same, report.summary

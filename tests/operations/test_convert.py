@@ -30,7 +30,6 @@ def run(tmp_path: Path, data: Any, **options: Any) -> tuple[Any, Converted]:
 
 
 def codes(report: Converted) -> list[str]:
-    """The codes of a report's notes."""
     return [note.code for note in report.notes]
 
 
@@ -45,9 +44,6 @@ def assert_is(state_dict: Any, model: nn.Module) -> None:
     model.load_state_dict(state_dict)
 
 
-# --- names
-
-
 def test_averaged_model(tmp_path: Path) -> None:
     """`n_averaged` stands beside the names: it keeps its own, and the others are stripped all the same."""
     model = AveragedModel(nn.DataParallel(network()))
@@ -57,18 +53,16 @@ def test_averaged_model(tmp_path: Path) -> None:
     assert codes(report) == []
 
 
-def test_users_own_module_is_untouched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"unwrap": True}, {"strip_module": True}])
+def test_users_own_module_is_untouched(tmp_path: Path, options: dict[str, Any]) -> None:
     """`norm.module.weight` stays; `module.module.weight` is ambiguous, and the report says so."""
     model = UsersModule()
-    loaded, report = run(tmp_path, nn.DataParallel(model).state_dict(), unwrap=True)
+    loaded, report = run(tmp_path, nn.DataParallel(model).state_dict(), **options)
     assert list(loaded) == ["norm.module.weight", "norm.module.bias", "weight", "bias"]
     assert codes(report) == ["uneven-prefix"]
     loaded, report = run(tmp_path, nn.DataParallel(model).state_dict(), rename=[r"^module\.="])
     assert_is(loaded, model)
     assert codes(report) == []
-
-
-# --- one dict under several paths
 
 
 @pytest.mark.parametrize("options", [{"add_module": True}, {"rename": "m=mm"}, {"strip_module": True, "add_prefix": "p."}])
@@ -108,7 +102,6 @@ def test_map_location_places_as_torch_load_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cuda:128", "cuda:00", "cuda:999999999999", "meta"])
 def test_map_location_takes_no_device_that_torch_cannot_name(tmp_path: Path, device: str) -> None:
-    """Of 128 torch would make -128."""
     with pytest.raises(UsageError, match="is not a device"):
         ckpt_tools.convert(FIXTURES / "ddp.pth", tmp_path / "out.pth", map_location=device)
 
@@ -143,9 +136,6 @@ def test_map_location_reaches_every_storage(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "out.pth", weights_only=True), data)
 
 
-# --- dtypes
-
-
 def test_step_counters_keep_their_dtype(tmp_path: Path) -> None:
     """An optimizer counts in float32, where bf16 would stop at 256; naming the counters casts them."""
     loaded, report = run(tmp_path, training_state(), dtype="bf16")
@@ -154,9 +144,6 @@ def test_step_counters_keep_their_dtype(tmp_path: Path) -> None:
     assert codes(report) == ["still-wrapped", "steps-kept"]
     loaded, report = run(tmp_path, training_state(), dtype="*.step=bf16")
     assert {row["step"].dtype for row in loaded["optimizer"]["state"].values()} == {torch.bfloat16}
-
-
-# --- containers
 
 
 def test_safetensors_metadata(tmp_path: Path) -> None:

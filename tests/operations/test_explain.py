@@ -81,7 +81,6 @@ def test_a_code_and_a_slip_in_it() -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    """`python -m docs.explained` would write the same."""
     assert explained.PAGE.read_text("utf-8") == explained.page()
 
 
@@ -110,7 +109,6 @@ def test_what_a_message_holds_twice() -> None:
 
 
 def test_a_long_log_is_read_to_its_end() -> None:
-    """The error stands at the end of a log, however long that is."""
     log = "step 1 loss 0.5\n" * 40_000 + SEEN["size-mismatch"][1]
     from click.testing import CliRunner
 
@@ -128,28 +126,16 @@ class Net(nn.Module):
         self.fc = nn.Linear(4, classes)
 
 
-def compiled() -> object:
-    """As torch.compile saves it."""
-    return {f"_orig_mod.{name}": value for name, value in Net().state_dict().items()}
-
-
-def beside_a_loss() -> object:
-    """A model with a loss that has weights."""
-    return Net().state_dict() | {"criterion.weight": torch.ones(3)}
-
-
-def part_wrapped() -> object:
-    """Of a model one part."""
-    return {name.replace("conv.", "conv.module."): value for name, value in Net().state_dict().items()}
-
-
 REAL: list[tuple[str, Callable[[], object]]] = [
     ("module-prefix", lambda: nn.DataParallel(Net()).state_dict()),
-    ("orig-mod-prefix", compiled),
-    ("inner-module-prefix", part_wrapped),
+    ("orig-mod-prefix", lambda: {f"_orig_mod.{name}": value for name, value in Net().state_dict().items()}),
+    (
+        "inner-module-prefix",
+        lambda: {name.replace("conv.", "conv.module."): value for name, value in Net().state_dict().items()},
+    ),
     ("prefix", lambda: nn.ModuleDict({"encoder": Net()}).state_dict()),
     ("one-level-down", lambda: {"epoch": 3, "network_weights": Net().state_dict(), "optimizer_state": {}}),
-    ("loss-weights", beside_a_loss),
+    ("loss-weights", lambda: Net().state_dict() | {"criterion.weight": torch.ones(3)}),
     ("channels-or-positions", lambda: Net(channels=3).state_dict()),
     ("size-mismatch", lambda: Net(classes=10).state_dict()),
     ("weights-only-numpy", lambda: {"model": Net().state_dict(), "best": numpy.float64(0.5)}),

@@ -116,7 +116,6 @@ PICKY, PLAIN = f"{__name__}:Picky", f"{__name__}:Plain"
 
 @pytest.fixture
 def picky(tmp_path: Path) -> Path:
-    """A checkpoint of it."""
     path = tmp_path / "picky.pth"
     torch.save(Picky().state_dict(), path)
     return path
@@ -135,7 +134,6 @@ def test_where_no_usual_input_will_do_names_decide(picky: Path) -> None:
 
 
 def test_a_live_model_stays_as_it_is(picky: Path) -> None:
-    """Running a live model changes neither its mode nor its numbers."""
     model, target = Plain().train(), Plain()
     model.p.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}

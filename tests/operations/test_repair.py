@@ -47,7 +47,6 @@ def repaired(data: bytes, tmp_path: Path, *, suffix: str = ".pth", **options: ob
 
 @pytest.fixture
 def whole(tmp_path: Path) -> tuple[bytes, Tensors]:
-    """A torch-zip's bytes and its tensors."""
     tensors = model(tmp_path / "model.pth")
     return (tmp_path / "model.pth").read_bytes(), tensors
 
@@ -241,9 +240,6 @@ def test_the_order_of_bytes_is_lost(tmp_path: Path, name: bytes) -> None:
     assert repaired(data.replace(b"byteorder", name, 1), tmp_path)[0].exit_code == 0
 
 
-# --- text mode
-
-
 def test_text_mode(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
     """Every LF made CR LF, and undone exactly; a cut on top costs what it costs."""
     data, tensors = whole
@@ -257,9 +253,6 @@ def test_text_mode(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
     assert len(found) > 5
     assert equal(found, tensors)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged.pth", "model.pth", "repaired.pth"]
-
-
-# --- records
 
 
 def test_a_whole_record_of_another_size(tmp_path: Path) -> None:
@@ -334,9 +327,6 @@ def test_containers_that_are_not_mended(kind: str, tmp_path: Path) -> None:
     _, _, command = caught.value.fix.partition(": ckpt ")
     ckpt(*shlex.split(command))
     assert not (tmp_path / "out.pth").exists()
-
-
-# --- hostile
 
 
 def test_headers_without_end(tmp_path: Path) -> None:

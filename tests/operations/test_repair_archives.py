@@ -1,9 +1,10 @@
-"""`ckpt repair` refuses several archives in one file, and programs: nothing is joined, nothing said to be whole that is not."""
+"""`ckpt repair` of single flipped bits, which a CRC-32 tells; of several archives in one file, and of programs, it refuses."""
 
 import io
 import tarfile
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,137 @@ from tests.hostile import pickles as p
 from tests.hostile.zips import torch_zip
 from tests.support.terminal import run
 
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    made = {f"layer{index}.weight": torch.arange(60.0) + 100 * index for index in range(3)}
+    torch.save(made, tmp_path / "in.pth")
+    return tmp_path / "in.pth", made
+
+
+def equal(path: Path, made: dict[str, torch.Tensor]) -> bool:
+    """Whether a file holds exactly these tensors."""
+    found = torch.load(path, weights_only=True)
+    return list(found) == list(made) and all(torch.equal(found[name], tensor) for name, tensor in made.items())
+
+
+def test_flips_anywhere(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """All is saved, exactly, wherever one bit is another.
+
+    In the pickle or a tensor the report says which. In a local header (signature, flags, method, lengths, name, the folder's
+    too) the directory has it all; of a name in the directory the local headers and what stands behind the bytes have it.
+    """
+    path, made = saved
+    data, out = path.read_bytes(), path.with_name("out.pth")
+    pickle, last = data.index(b"\x80\x02"), data.index(made["layer2.weight"].numpy().tobytes())
+    tensors = (data.index(tensor.numpy().tobytes()) + 77 for tensor in made.values())
+    said = [(at, 5) for at in (*range(pickle, pickle + 90, 13), *tensors, last + 239)]
+    spots = list(said)
+    for start in (at for at in range(len(data)) if data.startswith(b"PK\x03\x04", at)):
+        spots += [(start + at, at % 8) for at in (*range(4), 6, 7, 8, 9, 26, 27, 28, 29, *range(30, 30 + data[start + 26]))]
+    for start in (at for at in range(len(data)) if data.startswith(b"PK\x01\x02", at)):
+        spots += [(start + at, 1) for at in range(46, 46 + data[start + 28])]
+    for at, bit in spots:
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+        report = repair(path, out, overwrite=True)
+        assert (report.exit_code, report.saved, equal(out, made)) == (0, 3, True), (at, bit)
+        told = [text for code, text in report.notes if code == "flipped-bit" and "bit 5 of byte" in text]
+        assert told or (at, bit) not in said
+
+
+def test_a_flip_in_the_checksum(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path, made = saved
+    data = bytearray(path.read_bytes())
+    crc = zlib.crc32(made["layer1.weight"].numpy().tobytes()).to_bytes(4, "little")
+    data[data.rindex(crc) + 2] ^= 4
+    path.write_bytes(data)
+    report = repair(path, path.with_name("out.pth"))
+    assert (report.exit_code, equal(path.with_name("out.pth"), made)) == (0, True)
+    assert any("a bit of the checksum" in text for _, text in report.notes)
+
+
+def test_more_than_a_bit_is_lost(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """Two bits of one tensor: it is left out, as before; a pickle with two is refused."""
+    path, made = saved
+    data = bytearray(path.read_bytes())
+    at = data.index(made["layer1.weight"].numpy().tobytes())
+    data[at] ^= 1
+    data[at + 50] ^= 1
+    path.write_bytes(data)
+    report = repair(path, path.with_name("out.pth"))
+    assert (report.exit_code, report.saved) == (1, 2)
+    pickle = data.index(b"\x80\x02")
+    data[pickle + 30] ^= 1
+    data[pickle + 40] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CkptError, match="Nothing can be saved"):
+        repair(path, path.with_name("other.pth"))
+
+
+@pytest.fixture(scope="module")
+def ten() -> bytes:
+    """A checkpoint of ten tensors, each of which says its number."""
+    file = io.BytesIO()
+    torch.save({f"l{index}": torch.full((100,), float(index)) for index in range(10)}, file)
+    return file.getvalue()
+
+
+def with_names(data: bytes, *pairs: tuple[int, int]) -> bytes:
+    """The same with a storage's number changed in its local header."""
+    changed = bytearray(data)
+    for number, other in pairs:
+        changed[data.index(f"archive/data/{number}".encode()) + 13] = ord(str(other))
+    return bytes(changed)
+
+
+def right(path: Path, data: bytes) -> tuple[int, int]:
+    """Exit code of the repair, and how many tensors there are, each of which is right."""
+    path.write_bytes(data)
+    try:
+        report = repair(path, path.with_name("out.pth"), overwrite=True)
+    except CkptError:
+        return 3, 0
+    found = torch.load(path.with_name("out.pth"), weights_only=True)
+    assert all(tensor.equal(torch.full((100,), float(name[1:]))) for name, tensor in found.items())
+    return report.exit_code, len(found)
+
+
+@pytest.mark.parametrize("number", [0, 4, 9])
+@pytest.mark.parametrize("other", [0, 1, 5, 9])
+def test_a_flipped_name_gives_no_tensor_another_ones_bytes(ten: bytes, tmp_path: Path, number: int, other: int) -> None:
+    """A storage with the number of another: with its directory nothing is lost, without at most these two are."""
+    damaged = with_names(ten, (number, other))
+    assert right(tmp_path / "in.pth", damaged) == (0, 10)
+    code, count = right(tmp_path / "in.pth", damaged[: ten.index(b"PK\x01\x02")])
+    assert (code, count) == (0, 10) if number == other else (code == 1 and count >= 8)
+    for whole in range(1, 10):
+        code, count = right(tmp_path / "in.pth", damaged[: ten.index(f"archive/data/{whole}".encode()) - 30])
+        assert code in (1, 3)
+        assert count >= whole - 2
+
+
+def test_a_name_that_the_pickle_does_not_know(ten: bytes, tmp_path: Path) -> None:
+    damaged = ten[: ten.index(b"PK\x01\x02")].replace(b"archive/data/4", b"archive/data/t")
+    assert right(tmp_path / "in.pth", damaged) == (1, 9)
+
+
+def test_keys_in_the_order_of_text(tmp_path: Path) -> None:
+    """As older versions wrote them: 0, 1, 10, 11, 2 ... A cut costs what is behind it."""
+    made = {f"l{index}": torch.full((100,), float(index)) for index in range(12)}
+    torch.save(made, tmp_path / "new.pth")
+    with zipfile.ZipFile(tmp_path / "new.pth") as new:
+        records = {name.partition("/")[2]: new.read(name) for name in new.namelist()}
+    writer = torch._C.PyTorchFileWriter(str(tmp_path / "in.pth"))
+    for name in ("data.pkl", *(f"data/{key}" for key in sorted(map(str, range(12))))):
+        writer.write_record(name, records[name], len(records[name]))
+    writer.write_end_of_file()
+    data = (tmp_path / "in.pth").read_bytes()
+    for count, key in enumerate(sorted(map(str, range(12)))):
+        code, found = right(tmp_path / "in.pth", data[: data.index(f"in/data/{key}".encode() + b"FB") - 30])
+        assert (code, found) == ((1, count) if count else (3, 0))
+    assert right(tmp_path / "in.pth", data[: data.index(b"PK\x01\x02")]) == (0, 12)
+
+
 STATE = {f"layer{index}.weight": torch.arange(210.0).reshape(21, 10) + 1000 * index for index in range(4)}
 
 
@@ -32,7 +164,6 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def archives(data: bytes) -> list[int]:
-    """Where each archive of a part ends."""
     return [at + 22 for at in range(len(data)) if data.startswith(b"PK\x05\x06", at)]
 
 
@@ -100,7 +231,6 @@ def test_an_archive_that_begins_behind_another(part: bytes, tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 def test_programs_are_refused_whatever_is_wrong(tmp_path: Path) -> None:
-    """TorchScript: whole, flipped or cut, repair writes nothing."""
     path = tmp_path / "program.pt"
     torch.jit.save(torch.jit.script(nn.Linear(7, 3)), path)
     data = path.read_bytes()
@@ -169,7 +299,6 @@ def _saves(path: Path) -> bool:
 
 
 def _damaged(folder: Path) -> dict[str, bytes]:
-    """Damaged files by name."""
     linear, whole = nn.Linear(7, 3), folder / "whole"
     torch.jit.save(torch.jit.script(linear), whole)
     scripted = whole.read_bytes()
@@ -195,7 +324,6 @@ def _damaged(folder: Path) -> dict[str, bytes]:
 
 
 def one(value: float) -> bytes:
-    """An archive of one tensor."""
     file = io.BytesIO()
     torch.save(torch.full((600,), value), file)
     return file.getvalue()

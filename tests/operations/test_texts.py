@@ -1,4 +1,4 @@
-"""Pickles in texts: base64 in JSON, as stable-baselines3 keeps them, and every other way a text may hold one."""
+"""Pickles in texts, in every way that a text may hold one, and pickles that unpicklers read differently."""
 
 import base64
 import gzip
@@ -9,6 +9,8 @@ import marshal
 import os
 import pickle
 import struct
+import subprocess
+import sys
 import tarfile
 import zipfile
 import zlib
@@ -38,7 +40,6 @@ TEXT = base64.b64encode(EVIL).decode()
 
 
 def archive(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    """A zip of these members."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", compression) as file:
         for name, data in members.items():
@@ -47,7 +48,6 @@ def archive(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) ->
 
 
 def tar(name: str, data: bytes) -> bytes:
-    """A tar with one member."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as file:
         info = tarfile.TarInfo(name)
@@ -85,7 +85,6 @@ HIDDEN = {
 
 
 def scanned(tmp_path: Path, data: bytes) -> ckpt_tools.Scanned:
-    """The report on a file of these bytes."""
     (tmp_path / "file").write_bytes(data)
     (report,) = ckpt_tools.scan(tmp_path / "file")
     return report
@@ -124,7 +123,6 @@ def test_however_a_pickle_in_a_text_begins(data: bytes, verdict: str, tmp_path: 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_a_zip_in_a_zip_may_have_bytes_in_front(compression: int, tmp_path: Path) -> None:
-    """A member that ends as a zip is one, whatever it begins with."""
     inner = b"\xff\xfe\0\1" * 2000 + archive({"data": in_json(TEXT)})
     (tmp_path / "outer.zip").write_bytes(archive({"model/best.zip": inner}, compression))
     assert ckpt_tools.scan(tmp_path / "outer.zip")[0].verdict == "dangerous"
@@ -138,24 +136,6 @@ def test_a_package_of_torch_is_a_program(tmp_path: Path) -> None:
     assert ckpt_tools.scan(tmp_path / "package.pt")[0].verdict == "needs-code"
 
 
-@pytest.mark.parametrize(
-    "text", ["3" * 300_000, "1234567890123456+/-" * 50_000, "ab" * 500_000], ids=["digits", "signs", "hex"]
-)
-def test_long_texts_of_digits_hold_nothing(text: str, tmp_path: Path) -> None:
-    """Digits of any number of characters are read once and are nothing to run."""
-    (tmp_path / "a.json").write_text(f'{{"a": "{text}", "b": {text}}}')
-    assert ckpt_tools.scan(tmp_path / "a.json")[0].verdict == "nothing"
-
-
-def test_a_certificate_holds_nothing(tmp_path: Path) -> None:
-    """Lines of base64 that begin with `c` or `i` are no names of a pickle."""
-    lines = [base64.b64encode(hashlib.sha256(b"%d" % number).digest() * 2)[:64].decode() for number in range(300)]
-    lines = [f"{'ci'[number % 2]}{line[1:]}" for number, line in enumerate(lines)]
-    text = "-----BEGIN CERTIFICATE-----\n" + "\n".join(lines) + "\n-----END CERTIFICATE-----\n"
-    (tmp_path / "a.pem").write_text(text)
-    assert ckpt_tools.scan(tmp_path / "a.pem")[0].verdict == "nothing"
-
-
 def test_an_honest_policy_needs_code(tmp_path: Path) -> None:
     """What stable-baselines3 saves names its own classes: it is as its pickles are."""
     classes = pickle.dumps({"optimizer": torch.optim.Adam}, 4)
@@ -166,7 +146,6 @@ def test_an_honest_policy_needs_code(tmp_path: Path) -> None:
 
 
 def test_code_of_a_lambda_layer_could_not_be_examined(tmp_path: Path) -> None:
-    """Keras keeps the code of a function by marshal, in base64."""
     code = base64.b64encode(marshal.dumps((lambda x: x).__code__)).decode()
     report = scanned(tmp_path, archive({"config.json": json.dumps({"class_name": "__lambda__", "code": code}).encode()}))
     assert report.verdict == "unexamined"
@@ -177,7 +156,12 @@ WORDS = (
     "group", "label", "last", "learn", "left", "level", "lead", "gAFC", "gAMe", "c", "i", "cat", "config", "class", "input",
 )  # fmt: skip
 DIGESTS = [hashlib.sha256(bytes([number % 256, number // 256])).digest() for number in range(3000)]
+LINES = [base64.b64encode(digest * 2)[:64].decode() for digest in DIGESTS[:300]]
 HONEST = {
+    **{f"many {name}": f'{{"a": "{text}", "b": {text}}}'.encode() for name, text in
+       (("digits", "3" * 300_000), ("signs", "1234567890123456+/-" * 50_000), ("hexadecimal digits", "ab" * 500_000))},
+    "lines of a certificate that begin as names of a pickle": "\n".join(
+        ["-----BEGIN CERTIFICATE-----", *(f"{'ci'[number % 2]}{line[1:]}" for number, line in enumerate(LINES))]).encode(),
     "digests": json.dumps({digest.hex(): 1 for digest in DIGESTS}).encode(),
     "base64 of numbers": json.dumps([base64.b64encode(digest).decode() for digest in DIGESTS]).encode(),
     "a table": "".join(f"{n},{n / 7},hello world {n}\n" for n in range(3000)).encode(),
@@ -196,7 +180,6 @@ def test_honest_texts_hold_nothing_to_run(name: str, tmp_path: Path) -> None:
 
 
 def test_every_command_sees_the_metadata_of_safetensors(tmp_path: Path) -> None:
-    """scan, inspect and check say the same of a pickle in the header."""
     save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors", {"x": TEXT})
     verdicts = [ckpt_tools.scan(tmp_path / "m.safetensors")[0].verdict]
     verdicts += [ckpt_tools.inspect(tmp_path / "m.safetensors").safety.verdict]
@@ -220,3 +203,92 @@ def test_a_line_about_safety_has_at_most_200_characters(tmp_path: Path, monkeypa
     assert max(len(line) for line in run("check", "a.pth").output.splitlines() if "dangerous]" in line) <= 200
     report = json.loads(run("scan", "a.pth", "--json").stdout)
     assert len(report["calls"][0]["call"]) > 380
+
+
+CALL = b"cos\nsystem\n(S'true'\ntR"
+
+
+def frame(length: int) -> bytes:
+    return b"\x95" + struct.pack("<Q", length)
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+# "os", "system", "torch" and "Size" at 1, 2, 11, 12: to C `g11` behind a frame of `N0g1` reads `1`.
+MEMO = b"".join(text(name) + b"p%d\n0" % at for at, name in ((1, "os"), (2, "system"), (11, "torch"), (12, "Size")))
+CROSSED = b"\x80\x04" + MEMO + frame(4) + b"N0g11\n" + frame(4) + b"N0g12\n\x93."
+
+# (the bytes, the verdict)
+READ_TWO_WAYS = {
+    "a line behind its frame": (CROSSED, "unexamined"),
+    "the same without a protocol": (CROSSED[2:], "unexamined"),
+    "counted text behind its frame": (b"\x80\x04" + frame(8) + text("abcdef") + b".", "unexamined"),
+    "an argument behind its frame": (b"\x80\x04" + frame(2) + b"M\0\1.", "unexamined"),
+    "an index of the memo behind its frame": (b"\x80\x04N\x94" + frame(3) + b"0j\0\0\0\0.", "unexamined"),
+    "a frame behind the end of another": (b"\x80\x04" + frame(12) + b"N0" + frame(9) + b"N0N0N0N0N.", "unexamined"),
+    "a frame that goes on behind STOP": (b"\x80\x04" + frame(6) + b"N.\xff\xff\xff\xff" + CALL + b".", "unexamined"),
+    "a frame in a frame": (b"\x80\x04" + frame(13) + b"N0" + frame(2) + b"N.", "unexamined"),
+    "a call behind a line that goes on": (b"\x80\x04" + frame(3) + b"I1234\n0" + CALL + b".", "dangerous"),
+    "a frame that is too long": (b"N" + frame(99) + CALL + b".", "dangerous"),
+    "INST whose line does not end": (b"(S'true'\nios\nsystem.", "dangerous"),
+    "a name whose line does not end": (b"\x80\x02cmodels\nNetx", "unexamined"),
+    "a list of arguments": (b"\x80\x02cos\nsystem\n]X\4\0\0\0trueaR.", "dangerous"),
+    "octal with many zeros": (b"I0000000000000000000000000000012\n0" + CALL + b".", "dangerous"),
+    "a number that is a NUL": (b"I\0\n0" + CALL + b".", "dangerous"),
+    "a number of 5000 digits": (b"I" + b"9" * 5000 + b"\n0" + CALL + b".", "dangerous"),
+    "a pickle in a state, behind a value": (
+        b"\x80\x04\x8c\x06models\x8c\x03Net\x93)\x81}X\1\0\0\0aC\x19N0" + CALL + b".sb.", "dangerous"),
+    "frames that are kept to": (b"\x80\x04" + frame(3) + b"N0N" + frame(2) + b"0N" + frame(1) + b".", "plain"),
+    "an empty frame": (b"\x80\x04" + frame(0) + frame(2) + b"N.", "plain"),
+    "text that begins as a pickle": (b"(in words)", "nothing"),
+    "a word": (b"config", "nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("in_zip", [False, True], ids=["bare", "torch-zip"])
+@pytest.mark.parametrize("name", READ_TWO_WAYS)
+def test_what_readers_read_differently(name: str, in_zip: bool, tmp_path: Path) -> None:
+    """A pickle that unpicklers read in two ways is dangerous or could not be examined."""
+    data, verdict = READ_TWO_WAYS[name]
+    path = tmp_path / "a.pth"
+    path.write_bytes(data)
+    if in_zip:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a/data.pkl", data)
+            archive.writestr("a/version", b"3")
+    found = ckpt_tools.scan(path)[0].safety
+    assert found.verdict == (verdict if not in_zip or verdict != "nothing" else "unexamined"), found.text
+
+
+def test_c_takes_another_name() -> None:
+    """What the first row is about: C's unpickler, on a stream, resolves a name that stands nowhere as it is read."""
+    found = []
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            found.append((module, name))
+            return None
+
+    Reader(io.BytesIO(CROSSED)).load()
+    assert found == [("os", "system")]
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_honest_frames_are_plain(protocol: int, tmp_path: Path) -> None:
+    """What both picklers write, with many frames and long bytes between them, is plain."""
+    value = {"a": [bytes(70_000), "x" * 70_000, list(range(50_000))], "b": ["layer", 1.5, None] * 15_000}
+    for number, dump in enumerate((pickle.dump, pickle._dump)):  # type: ignore[attr-defined]
+        path = tmp_path / f"{number}.pkl"
+        with open(path, "wb") as file:
+            dump(value, file, protocol)
+        assert ckpt_tools.scan(path)[0].verdict == "plain"
+
+
+def test_four_readers_beside_scan() -> None:
+    """Of 800 pickles, most of them wrong: what one of four unpicklers resolves or calls is shown, or not called plain."""
+    command = [sys.executable, "-m", "tests.fuzz.readers", "--cases", "800", "--seed", "7"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert said.returncode == 0, said.stdout[-3000:] + said.stderr[-1000:]
+    assert "'readings': 3200" in said.stdout

@@ -56,36 +56,30 @@ def said(path: Path, *, weights_only: bool = True) -> str:
 
 
 def findings(path: Path) -> dict[str, Any]:
-    """What check finds, by code."""
     return {finding.code: finding for finding in check(path).findings}
 
 
 def jit_program(path: Path) -> None:
-    """A scripted layer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
 
 
 def exported_program(path: Path) -> None:
-    """An exported layer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), path)
 
 
 def pickled(value: Any, protocol: int) -> Callable[[Path], object]:
-    """What pickle itself writes."""
     return lambda path: path.write_bytes(pickle.dumps(value, protocol))
 
 
 def saved(value: Any, **options: Any) -> Callable[[Path], object]:
-    """What torch.save writes."""
     return lambda path: torch.save(value, path, **options)
 
 
 def holding(value: Any, **options: Any) -> Callable[[Path], object]:
-    """A checkpoint with weights and this."""
     return saved({"w": torch.ones(2), "x": value}, **options)
 
 
@@ -133,7 +127,6 @@ def test_weights_only_is_what_torch_does(sample: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_call_that_is_named_loads_it(tmp_path: Path, name: str, call: str) -> None:
-    """The function that inspect names takes the file."""
     path = tmp_path / name
     MAKERS[name](path)
     assert ckpt_tools.inspect(path).weights_only["call"] == call
@@ -169,13 +162,8 @@ def test_a_torch_zip_named_safetensors(tmp_path: Path) -> None:
     assert list(load_file(tmp_path / "model.fixed.safetensors")) == list(WEIGHTS)
     path.rename(tmp_path / "model.pth")
     assert "misnamed" not in findings(tmp_path / "model.pth")
-
-
-def test_a_safetensors_file_named_pth(tmp_path: Path) -> None:
-    """torch.load refuses it by this name; safetensors takes it by any."""
-    path = tmp_path / "pytorch_model.bin"
+    path = tmp_path / "pytorch_model.bin"  # and the other way round: safetensors takes it by any name
     save_file(WEIGHTS, path)
-    finding = findings(path)["misnamed"]
-    assert finding.found == "a safetensors file by content, but named .bin: torch.load refuses it"
+    assert findings(path)["misnamed"].found == "a safetensors file by content, but named .bin: torch.load refuses it"
     assert list(load_file(path)) == list(WEIGHTS)
     assert said(path)

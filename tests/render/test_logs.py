@@ -138,24 +138,19 @@ def test_scan_as_junit(models: Path) -> None:
 
 @pytest.mark.parametrize("form", ["sarif", "github", "junit"])
 def test_the_exit_code_is_the_same(form: str, models: Path) -> None:
-    """Whatever the form, a script sees what happened."""
     for command in ("check", "scan"):
         assert run(command, "--format", form, "models").exit_code == run(command, "models").exit_code
     ckpt("check", "--format", form, "models/single.pth")
 
 
-# --- recipes
-
-
 def recipes() -> list[Any]:
-    """The YAML blocks of docs/ci.md, parsed."""
     yaml = pytest.importorskip("yaml", reason="comes with the extra `docs`")
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "ci.md").read_text(), re.DOTALL)
     return [yaml.safe_load(block) for block in blocks]
 
 
 def commands() -> list[str]:
-    """Every line of a recipe that runs ckpt, by the installed command: the one file is tried in test_pyz.py."""
+    """Every line of a recipe that runs ckpt, by the installed command: the one file is tried in test_without_torch.py."""
     found = []
     for recipe in recipes():
         jobs = [*recipe.get("jobs", {}).values(), recipe.get("checkpoints", {})] if isinstance(recipe, dict) else []

@@ -1,14 +1,20 @@
-"""One look for all commands: narrow and plain terminals, help against typing errors, quiet."""
+"""One look for all commands: narrow and plain terminals, help against typing errors, quiet; reports in a notebook."""
 
 import re
 import shutil
+from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import nn
 
+import ckpt_tools
+import ckpt_tools.torch as load_code
 from ckpt_tools import inspect
 from tests.support.commands import main
 from tests.support.samples import FIXTURES, by_name
@@ -136,17 +142,64 @@ def test_what_is_closed_can_be_opened(view: str) -> None:
     assert "--all opens it" not in shown
 
 
-def test_two_tensors_of_one_name_in_text(tmp_path: Path) -> None:
-    """Tuples in tuples read alike as keys: one line for both, and no traceback."""
+def test_odd_names_in_text(tmp_path: Path) -> None:
+    """Tuples in tuples read alike as keys: one line for both. A control character is escaped, whatever folds names."""
     torch.save({((1,),): torch.ones(1), ((2,),): torch.ones(1)}, tmp_path / "in.pth")
     assert "<tuple key>  2 x [1]  float32  cpu       8 B" in run("inspect", tmp_path / "in.pth").stdout
+    for name, lead in (("in", ""), ("like", "x.")):
+        torch.save({f"{lead}a\x01b.{number}.w": torch.ones(1) for number in (0, 1)}, tmp_path / f"{name}.pth")
+    said = run("match", tmp_path / "in.pth", "--like", tmp_path / "like.pth").stdout
+    assert "a\\x01b.{0,1}.w  x.a\\x01b.{0,1}.w  prefix" in said
 
 
-def test_a_control_character_in_the_names_of_a_matching(tmp_path: Path) -> None:
-    """It is escaped, whatever folds the names of layers."""
-    torch.save({"a\x01b.0.w": torch.ones(1), "a\x01b.1.w": torch.ones(1)}, tmp_path / "in.pth")
-    torch.save({"x.a\x01b.0.w": torch.ones(1), "x.a\x01b.1.w": torch.ones(1)}, tmp_path / "like.pth")
-    assert (
-        "a\\x01b.{0,1}.w  x.a\\x01b.{0,1}.w  prefix"
-        in run("match", tmp_path / "in.pth", "--like", tmp_path / "like.pth").stdout
-    )
+EVIL = "<script>alert(1)</script>.weight"
+
+
+class Tags(HTMLParser):
+    """The tags of a page, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += f" {data}"
+
+
+def report(call: str, path: Path) -> Any:
+    calls: dict[str, Callable[[], Any]] = {
+        "inspect": lambda: ckpt_tools.inspect(path), "check": lambda: ckpt_tools.check(path, digest=True),
+        "diff": lambda: ckpt_tools.diff(path, FIXTURES / "single.pth"), "match": lambda: ckpt_tools.match(path, like=path),
+        "stats": lambda: ckpt_tools.stats(path), "scan": lambda: ckpt_tools.scan(path)[0],
+        "convert": lambda: ckpt_tools.convert(path, path.with_name("out.pth"), add_module=True),
+    }  # fmt: skip
+    return calls[call]()
+
+
+@pytest.mark.parametrize("call", ["inspect", "check", "diff", "match", "stats", "scan", "convert"])
+def test_a_report_in_a_notebook(call: str, tmp_path: Path) -> None:
+    torch.save({EVIL: torch.ones(2), "b.weight": torch.ones(3)}, tmp_path / "<b>.pth")
+    page = Tags(report(call, tmp_path / "<b>.pth")._repr_html_())
+    assert page.tags <= {"table", "caption", "tr", "th", "td", "details", "summary"}
+    assert "<b>.pth" in page.text
+    assert EVIL in page.text or call == "scan"
+
+
+def test_many_rows_are_cut(tmp_path: Path) -> None:
+    """A notebook is not flooded: two hundred rows, and how many more there are."""
+    torch.save({f"layers.{number}.weight": torch.ones(1) for number in range(300)}, tmp_path / "a.pth")
+    page = ckpt_tools.inspect(tmp_path / "a.pth")._repr_html_()
+    assert page.count("<tr>") < 250
+    assert "... 100 more" in page
+
+
+def test_what_was_loaded(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "a.pth")
+    found = load_code.load_into(nn.DataParallel(nn.Linear(2, 2)), tmp_path / "a.pth")
+    assert "module.weight" in Tags(found._repr_html_()).text
+    assert len(repr(found)) < 200

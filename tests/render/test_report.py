@@ -31,7 +31,6 @@ HOSTILE = [
 
 
 def embedded(text: str) -> dict[str, Any]:
-    """The data in a page."""
     (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     data: dict[str, Any] = json.loads(found)
     return data
@@ -146,14 +145,12 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One browser for all of these tests."""
     with Browser(tmp_path_factory.mktemp("profile")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a model with 20,000 tensors."""
     folder = tmp_path_factory.mktemp("large")
     tensors = {f"blocks.{index // 4}.{index % 4}.weight": torch.zeros(1 + index % 7) for index in range(20_000)}
     tensors["blocks.77.2.weight"] = torch.ones(1000)

@@ -34,11 +34,6 @@ def matched(old: Any, new: Any, match: Any = "structure", **options: Any) -> Any
     return reported(old, new, match, **options).matching
 
 
-def by_names(old: Sequence[str], new: Sequence[str], match: str = "exact+wrappers", **options: Any) -> Any:
-    """The matching of tensors of one shape."""
-    return matched(dict.fromkeys(old, (2,)), dict.fromkeys(new, (2,)), match, **options)
-
-
 def pairs(found: Any) -> dict[str, str]:
     """New name -> old name."""
     return {row.new: row.old for row in found.matched}

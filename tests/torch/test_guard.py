@@ -52,7 +52,6 @@ def wrong(seen: ckpt.Guard) -> dict[str, str]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """A file of the network."""
     torch.save(trained().state_dict(), tmp_path / "net.pth")
     return str(tmp_path / "net.pth")
 
@@ -67,9 +66,8 @@ def without_buffers(model: nn.Module, path: str) -> None:
             parameter.copy_(state[name])
 
 
-def initialised_again(model: Any, path: str) -> None:
-    model.load_state_dict(torch.load(path))
-    nn.init.normal_(model.mix.weight)
+def then(change: Callable[[Any], object]) -> Callable[[Any, str], object]:
+    return lambda model, path: (model.load_state_dict(torch.load(path)), change(model))
 
 
 def a_copy(model: nn.Module, path: str) -> None:
@@ -80,20 +78,6 @@ def a_copy(model: nn.Module, path: str) -> None:
     for name, buffer in model.named_buffers():
         if name in state:
             buffer.copy_(state[name])
-
-
-def into_another(model: nn.Module, path: str) -> None:
-    copy.deepcopy(model).load_state_dict(torch.load(path))
-
-
-def scaled(model: Any, path: str) -> None:
-    model.load_state_dict(torch.load(path))
-    model.mix.weight.data *= 0.5
-
-
-def statistics_reset(model: Any, path: str) -> None:
-    model.load_state_dict(torch.load(path))
-    model.norm.reset_running_stats()
 
 
 def averaged(model: Any, path: str) -> None:
@@ -119,12 +103,11 @@ def edited(edit: Callable[[State], State]) -> Callable[[Any, str], None]:
 
 
 def with_mix(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, str], None]:
-    """One tensor changed on the way."""
     return edited(lambda state: state | {"mix.weight": change(state["mix.weight"])})
 
 
 ALL, STATISTICS = set(trained().state_dict()), {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
-MISTAKES: dict[str, tuple[Callable[[Any, str], None], set[str]]] = {
+MISTAKES: dict[str, tuple[Callable[[Any, str], object], set[str]]] = {
     "prefixed": (edited(lambda state: {f"module.{name}": value for name, value in state.items()}), ALL),
     "renamed attribute": (
         edited(lambda state: {name.replace("mix.", "mixer."): value for name, value in state.items()}),
@@ -135,13 +118,13 @@ MISTAKES: dict[str, tuple[Callable[[Any, str], None], set[str]]] = {
         {"conv.weight", "conv.bias"},
     ),
     "without buffers": (without_buffers, STATISTICS),
-    "initialised again": (initialised_again, {"mix.weight"}),
+    "initialised again": (then(lambda model: nn.init.normal_(model.mix.weight)), {"mix.weight"}),
     "a copy": (a_copy, {name for name, _ in trained().named_parameters()}),
     "some rows": (some_rows("embed.weight", 10), {"embed.weight"}),
     "the last rows forgotten": (some_rows("mix.weight", 30), {"mix.weight"}),
-    "into another": (into_another, ALL),
-    "scaled": (scaled, {"mix.weight"}),
-    "statistics reset": (statistics_reset, STATISTICS),
+    "into another": (lambda model, path: copy.deepcopy(model).load_state_dict(torch.load(path)), ALL),
+    "scaled": (then(lambda model: model.mix.weight.data.mul_(0.5)), {"mix.weight"}),
+    "statistics reset": (then(lambda model: model.norm.reset_running_stats()), STATISTICS),
     "averaged": (averaged, {"mix.weight"}),
     "integers": (with_mix(lambda value: (value * 9).int()), {"mix.weight"}),
     "clamped": (with_mix(lambda value: value.clamp(0.2, 0.8)), {"mix.weight"}),
@@ -205,7 +188,6 @@ def test_an_untied_head(tmp_path: Path) -> None:
 
 
 def test_meta_tensors_that_stay(path: str) -> None:
-    """A tensor that is on the meta device afterwards has no numbers."""
     with torch.device("meta"):
         model = Net()
     with ckpt.guard(model) as seen:
@@ -275,7 +257,6 @@ def test_memory_that_is_freed(path: str, left: int) -> None:
 
 
 def test_a_model_that_the_block_makes(path: str) -> None:
-    """A model that did not exist before is judged by the files alone."""
     with ckpt.guard() as seen:
         model = seen.watch(Net())
         model.load_state_dict(torch.load(path))
@@ -363,7 +344,6 @@ def test_guards_inside_guards(path: str) -> None:
 
 
 def load_file_of(path: str) -> State:
-    """The state dict, by safetensors."""
     save_file(torch.load(path), f"{path}.safetensors")
     return load_file(f"{path}.safetensors")
 

@@ -21,7 +21,6 @@ from tests.torch.test_guard import Net, State, trained, with_mix, wrong
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """A file of the network."""
     torch.save(trained().state_dict(), tmp_path / "net.pth")
     return str(tmp_path / "net.pth")
 
@@ -103,105 +102,74 @@ def test_right_loads_of_one_file(name: str, path: str) -> None:
     assert all(fate.source == name for name, fate in fates.items() if name != "mask")
 
 
-def _legacy(state: State, folder: Path) -> Callable[[nn.Module], Any]:
-    torch.save(state, folder / "old.pth", _use_new_zipfile_serialization=False)
-    return lambda model: model.load_state_dict(torch.load(folder / "old.pth"))
+def _safe_open(path: Path) -> State:
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
 
-def _whole_module(state: State, folder: Path) -> Callable[[nn.Module], Any]:
-    torch.save(trained(), folder / "module.pth")
-    return lambda model: model.load_state_dict(torch.load(folder / "module.pth", weights_only=False).state_dict())
+def _gzipped(path: Path) -> State:
+    with gzip.open(path) as file:
+        state: State = torch.load(io.BytesIO(file.read()))
+    return state
 
 
-def _safetensors(state: State, folder: Path) -> Callable[[nn.Module], Any]:
-    save_file(state, folder / "m.safetensors")
-    return lambda model: load_model(model, str(folder / "m.safetensors"))
+def _gzip(state: State, path: Path) -> None:
+    torch.save(state, buffer := io.BytesIO())
+    path.write_bytes(gzip.compress(buffer.getvalue()))
 
 
-def _safe_open(state: State, folder: Path) -> Callable[[nn.Module], Any]:
-    save_file(state, folder / "m.safetensors")
-
-    def load(model: nn.Module) -> None:
-        with safe_open(folder / "m.safetensors", "pt") as file:
-            model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it is no mapping
-
-    return load
+def _dcp(model: nn.Module, path: Path) -> None:
+    own = model.state_dict()
+    dcp.load(own, checkpoint_id=path, no_dist=True)
+    model.load_state_dict(own)
 
 
-def _dcp(state: State, folder: Path) -> Callable[[nn.Module], Any]:
-    dcp.save(dict(state), checkpoint_id=folder / "dcp", no_dist=True)
-
-    def load(model: nn.Module) -> None:
-        own = model.state_dict()
-        dcp.load(own, checkpoint_id=folder / "dcp", no_dist=True)
-        model.load_state_dict(own)
-
-    return load
+def _sharded(state: State, path: Path) -> None:
+    torch.save(state, path.with_name("m.pth"))
+    ckpt_tools.convert(path.with_name("m.pth"), path, shard_size="2 KB")
 
 
-def _gzipped(state: State, folder: Path) -> Callable[[nn.Module], Any]:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    (folder / "m.pth.gz").write_bytes(gzip.compress(buffer.getvalue()))
-
-    def load(model: nn.Module) -> None:
-        with gzip.open(folder / "m.pth.gz") as file:
-            model.load_state_dict(torch.load(io.BytesIO(file.read())))
-
-    return load
-
-
-def _halves_in_the_file(state: State, folder: Path) -> Callable[[nn.Module], Any]:
-    halves = {name: value.bfloat16() if value.is_floating_point() else value for name, value in state.items()}
-    save_file(halves, folder / "h.safetensors")
-    return lambda model: model.load_state_dict(load_file(folder / "h.safetensors"))
-
-
-def _old_norms(state: State, folder: Path) -> Callable[[nn.Module], Any]:
-    """Before torch 0.4.1 there was no num_batches_tracked; load_state_dict knows by the missing version."""
-    torch.save({name: value for name, value in state.items() if not name.endswith("tracked")}, folder / "old.pth")
-    return lambda model: model.load_state_dict(torch.load(folder / "old.pth"))
-
-
-def _zeros(state: State, folder: Path) -> Callable[[nn.Module], Any]:
-    """Zeros into zeros, through .data, which tells nobody."""
-    state = state | {"norm.bias": torch.zeros(16), "norm.weight": torch.ones(16)}
-    torch.save(state, folder / "z.pth")
-    return lambda model: _by_hand(model, str(folder / "z.pth"))
-
-
-def _sharded(state: State, folder: Path) -> Callable[[nn.Module], Any]:
-    torch.save(state, folder / "m.pth")
-    ckpt_tools.convert(folder / "m.pth", folder / "shards", shard_size="2 KB")
-    return lambda model: ckpt.load_into(model, folder / "shards")
-
-
-def _a_list(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+def _a_list(model: nn.Module, path: Path) -> None:
     """Numbers without names, through .data, which tells nobody; the counter among them is one number."""
-    torch.save(list(state.values()), folder / "list.pth")
-
-    def load(model: nn.Module) -> None:
-        for own, value in zip(model.state_dict().values(), torch.load(folder / "list.pth"), strict=True):
-            own.data.copy_(value)
-
-    return load
+    for own, value in zip(model.state_dict().values(), torch.load(path), strict=True):
+        own.data.copy_(value)
 
 
-ELSEWHERE = [
-    _a_list,
-    _legacy, _whole_module, _safetensors, _safe_open, _dcp, _gzipped, _halves_in_the_file,
-    _old_norms, _zeros, _sharded,
-]  # fmt: skip
+def _loading(read: Callable[[Path], Any]) -> Callable[[Any, Path], Any]:
+    return lambda model, path: model.load_state_dict(read(path))
+
+
+ZEROS = {"norm.bias": torch.zeros(16), "norm.weight": torch.ones(16)}
+# How the state dict is written, and how a model takes it from there.
+ELSEWHERE: dict[str, tuple[Callable[[State, Path], Any], Callable[[Any, Path], Any]]] = {
+    "a list": (lambda state, path: torch.save(list(state.values()), path), _a_list),
+    "legacy": (lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False), _loading(torch.load)),
+    "whole module": (lambda _, path: torch.save(trained(), path),
+                     _loading(lambda path: torch.load(path, weights_only=False).state_dict())),
+    "safetensors": (save_file, lambda model, path: load_model(model, str(path))),
+    "safe_open": (save_file, _loading(_safe_open)),
+    "dcp": (lambda state, path: dcp.save(dict(state), checkpoint_id=path, no_dist=True), _dcp),
+    "gzipped": (_gzip, _loading(_gzipped)),
+    "halves in the file": (lambda state, path: save_file({name: value.bfloat16() if value.is_floating_point() else value
+                                                          for name, value in state.items()}, path), _loading(load_file)),
+    # Before torch 0.4.1 there was no num_batches_tracked; load_state_dict knows by the missing version.
+    "old norms": (lambda state, path: torch.save({name: value for name, value in state.items() if not name.endswith("tracked")},
+                                                 path), _loading(torch.load)),
+    # Zeros into zeros, through .data, which tells nobody.
+    "zeros": (lambda state, path: torch.save(state | ZEROS, path), lambda model, path: _by_hand(model, str(path))),
+    "sharded": (_sharded, ckpt.load_into),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("make", ELSEWHERE, ids=lambda make: make.__name__)
-def test_right_loads_of_other_files(make: Callable[[State, Path], Callable[[nn.Module], Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_right_loads_of_other_files(name: str, tmp_path: Path) -> None:
     """Whatever container the numbers are in, and however old: nothing is wrong."""
-    load = make(trained().state_dict(), tmp_path)
+    write, load = ELSEWHERE[name]
+    write(trained().state_dict(), tmp_path / "made")
     model = Net()
     with ckpt.guard(model) as seen:
-        load(model)
+        load(model, tmp_path / "made")
     seen.check()
     assert seen.files
     assert not seen.notes

@@ -1,4 +1,4 @@
-"""Load hooks of a model: load_into names those that it does not run, and runs them as load_state_dict does with hooks=True."""
+"""load_into: load hooks are named, and run as load_state_dict runs them; partners by all that `ckpt match` knows."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +10,7 @@ from torch import nn
 
 import ckpt_tools.torch as ckpt
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
+from ckpt_tools.torch import load_into
 from tests.torch.test_load_into import bits
 from tests.torch.test_torch import WRAPS
 
@@ -66,7 +67,6 @@ def test_hooks_are_run_as_load_state_dict_runs_them(wrap: str, lead: str, tmp_pa
 
 
 def test_versions_reach_the_hooks(tmp_path: Path) -> None:
-    """A hook sees the version in the file's _metadata, wrapped or not."""
     saved = nn.DataParallel(nn.Sequential(Overriding()))
     state_dict: Any = saved.state_dict()
     state_dict["module.0.weight"].fill_(3)
@@ -113,7 +113,6 @@ class OwnLoading(nn.Linear):
 
 
 def test_a_load_state_dict_of_its_own(tmp_path: Path) -> None:
-    """It is named, and run."""
     torch.save({"net.weight": torch.ones(1, 1), "net.bias": torch.ones(1)}, tmp_path / "a.pth")
     model = OwnLoading(1, 1)
     assert ckpt.load_into(model, tmp_path / "a.pth", hooks=True).notes == [
@@ -159,8 +158,98 @@ def test_what_may_be_left_over_with_hooks(tmp_path: Path) -> None:
 
 
 def test_new_tensors_with_hooks(tmp_path: Path) -> None:
-    """assign=True gives a model on the meta device the file's tensors."""
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "a.pth")
     model = nn.Linear(2, 2, device="meta")
     assert ckpt.load_into(model, tmp_path / "a.pth", hooks=True, assign=True)
     assert not model.weight.is_meta
+
+
+class Old(nn.Module):
+    """Three square layers whose names say nothing; they are made in another order than they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.c(self.b(self.a(x).relu()).tanh())
+        return made
+
+
+class New(nn.Module):
+    """The same network under other names, made in the order in which it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.three(self.two(self.one(x).relu()).tanh())
+        return made
+
+
+def saved(model: nn.Module, folder: Path) -> Path:
+    path = folder / "old.pth"
+    torch.save(model.state_dict(), path)
+    return path
+
+
+def expect_same(old: nn.Module, new: nn.Module, shape: tuple[int, ...] = (2, 8)) -> None:
+    given = torch.rand(shape)
+    assert torch.equal(old(given), new(given))
+
+
+def test_by_pairs(tmp_path: Path) -> None:
+    """Modules that the caller pairs are partners, whatever they are called."""
+    old, new = Old(), New()
+    path = saved(old, tmp_path)
+    with pytest.raises(MatchError):
+        load_into(new, path)
+    assert load_into(new, path, pair={"a": "one", "b": "two", "c": "three"})
+    expect_same(old, new)
+
+
+@pytest.mark.parametrize("options", [{}, {"input": "2x8"}], ids=["usual inputs", "given input"])
+def test_by_what_the_models_compute(tmp_path: Path, options: dict[str, Any]) -> None:
+    """With a model of the file both run, and what feeds what decides where names and shapes leave it open."""
+    old, new = Old(), New()
+    with pytest.raises(MatchError):
+        load_into(new, saved(old, tmp_path), match="structure")
+    assert load_into(new, saved(old, tmp_path), from_=Old(), **options)
+    expect_same(old, new)
+    assert new.training
+    assert old.training
+
+
+def test_by_values(tmp_path: Path) -> None:
+    """A copy under other names is found by its numbers; the numbers of the file come in."""
+    old, new = Old(), New()
+    for name, other in {"one": "a", "two": "b", "three": "c"}.items():
+        new.get_submodule(name).load_state_dict(old.get_submodule(other).state_dict())
+    with torch.no_grad():
+        old.a.weight[7, 7] += 1
+    assert load_into(new, saved(old, tmp_path), match="values")
+    expect_same(old, new)
+
+
+def test_other_shapes(tmp_path: Path) -> None:
+    """A convolution of one pixel takes a linear layer's numbers where that is allowed."""
+    old, new = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Conv2d(4, 3, 1))
+    path = saved(old, tmp_path)
+    with pytest.raises(MatchError):
+        load_into(new, path)
+    assert load_into(new, path, match="structure", allow_reshape=True)
+    given = torch.rand(2, 4)
+    assert torch.allclose(old(given), new(given[:, :, None, None]).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"pair": {"a": "one"}}, "`pair`"), ({"match": "names"}, "`match`"), ({"from_": Old}, "`from_`"),
+        ({"allow_reshape": True}, "`allow_reshape`"),
+    ],
+)  # fmt: skip
+def test_with_hooks(tmp_path: Path, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        load_into(New(), saved(Old(), tmp_path), hooks=True, **options)

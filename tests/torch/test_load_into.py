@@ -70,7 +70,6 @@ def test_ddp_and_the_reverse(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrap", ["plain", "compiled", "parallel"])
 def test_a_model_on_the_meta_device(wrap: str) -> None:
-    """It is made on the CPU, Parameters as they were, and computes."""
     with torch.device("meta"):
         model = WRAPS[wrap](Network())
     next(iter(model.parameters())).requires_grad_(False)
@@ -110,9 +109,6 @@ def test_what_a_cast_loses_is_told(tmp_path: Path) -> None:
     assert report.lost == {"weight": "1 value became infinite, 1 value became zero"}
     assert model.weight.tolist() == [[float("inf"), 0.0, 1.0]]
     assert ckpt.load_into(nn.Linear(3, 1).bfloat16(), tmp_path / "m.pth").lost == {}
-
-
-# --- memory formats, dtypes, containers
 
 
 def test_memory_formats_and_dtypes(tmp_path: Path) -> None:
@@ -170,12 +166,6 @@ def test_another_head() -> None:
     assert torch.equal(model.fc2.bias[:10], old["fc2.bias"])
     assert model.fc2.weight[10:].eq(1).all()
     assert set(report.adapted) == {"fc2.weight", "fc2.bias"}
-
-    model = with_head(3)
-    report = ckpt.load_into(model, FIXTURES / "ddp.pth", on_mismatch="overlap")
-    assert torch.equal(model.fc2.weight, old["fc2.weight"][:3])
-    assert torch.equal(model.fc2.bias, old["fc2.bias"][:3])
-    assert report
 
     model = with_head(3)
     before = element_bytes(model.fc2.weight)

@@ -22,7 +22,6 @@ IMAGE, TEXT = "2x3x8x8", "2x8:50"
 
 @pytest.fixture
 def paths(tmp_path: Path) -> dict[type[nn.Module], Path]:
-    """A file of each network."""
     found: dict[type[nn.Module], Path] = {}
     for kind in (Image, Text):
         found[kind] = tmp_path / f"{kind.__name__}.pth"
@@ -171,7 +170,6 @@ def test_another_writing_is_equal(paths: dict[type[nn.Module], Path]) -> None:
 def test_faults_in_another_writing(
     plant: Callable[[Any], None], where: str, new_where: str, reason: str, paths: dict[type[nn.Module], Path]
 ) -> None:
-    """A fault is found through other names too, and named by both."""
     new, model = renamed(paths[Text], plant=plant)
     fault = ckpt_tools.prove(paths[Text], new, model=[Text, model], inputs=TEXT).fault
     assert fault is not None
@@ -218,18 +216,14 @@ def raising() -> nn.Module:
 def test_refusals(paths: dict[type[nn.Module], Path]) -> None:
     """Inputs that cannot be read, a file that does not fit, a model that raises, none at all."""
     old = paths[Image]
-    with pytest.raises(UsageError, match="is not an input"):
-        ckpt_tools.prove(old, old, model=Image, inputs="3xx4")
-    with pytest.raises(UsageError, match="No `input`"):
-        ckpt_tools.prove(old, old, model=Image, inputs=[])
-    with pytest.raises(MatchError):
-        ckpt_tools.prove(old, paths[Text], model=Image, inputs=IMAGE)
-    with pytest.raises(ConvertError, match=r"OLD raised RuntimeError when it ran, in stem\.0 \(Conv2d\)"):
-        ckpt_tools.prove(old, old, model=Image, inputs="2x7")
-    with pytest.raises(ConvertError, match=r"NEW raised ZeroDivisionError when it ran, in mix \(Linear\)"):
-        ckpt_tools.prove(old, old, model=[Image, raising()], inputs=IMAGE)
-    with pytest.raises(UsageError, match="One model for both"):
-        ckpt_tools.prove(old, old, model=[Image] * 3, inputs=IMAGE)
+    for new, model, inputs, error, message in (
+        (old, Image, "3xx4", UsageError, "is not an input"), (old, Image, [], UsageError, "No `input`"),
+        (paths[Text], Image, IMAGE, MatchError, "does not fit"), (old, [Image] * 3, IMAGE, UsageError, "One model for both"),
+        (old, Image, "2x7", ConvertError, r"OLD raised RuntimeError when it ran, in stem\.0 \(Conv2d\)"),
+        (old, [Image, raising()], IMAGE, ConvertError, r"NEW raised ZeroDivisionError when it ran, in mix \(Linear\)"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            ckpt_tools.prove(old, new, model=model, inputs=inputs)
 
 
 @pytest.mark.parametrize("runs", [0, 1001, 10**30])

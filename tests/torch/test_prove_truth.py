@@ -34,7 +34,6 @@ class Net(nn.Module):
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file of the network."""
     torch.manual_seed(5)
     return saved(Net(), tmp_path / "net.pth")
 
@@ -252,7 +251,6 @@ class Stubborn(Net):
 
 
 def test_a_model_that_stays_in_train_mode(path: Path) -> None:
-    """Where eval() does nothing, dropout is off all the same."""
     assert proved(path, Net(), Stubborn(before=nn.Dropout(0.5)))
 
 
@@ -342,8 +340,6 @@ def test_constants_that_are_computed_elsewhere(tmp_path: Path) -> None:
 
 
 def test_complex_weights(tmp_path: Path) -> None:
-    """Weights that are complex are computed with as they are."""
-
     class Spectral(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -354,9 +350,6 @@ def test_complex_weights(tmp_path: Path) -> None:
 
     path = saved(Spectral(), tmp_path / "s.pth")
     assert proved(path, Spectral, Spectral, inputs="3x8")
-
-
-# --- what the user reads
 
 
 def test_the_page_of_what_is_not_proved(path: Path) -> None:
@@ -379,9 +372,6 @@ def test_the_page_of_what_is_not_proved(path: Path) -> None:
     assert (document["equal"], document["unproved"][0]["name"], document["outputs"]) == (True, "aux.bias", 1)
 
 
-# --- casts
-
-
 def test_a_cast_of_trained_batch_norms_is_equal_within_a_tolerance(tmp_path: Path) -> None:
     """Outputs depend on running statistics too, by which torch has no derivative."""
     torch.manual_seed(5)
@@ -395,7 +385,6 @@ def test_a_cast_of_trained_batch_norms_is_equal_within_a_tolerance(tmp_path: Pat
 
 
 def test_checkpoints_in_float64_keep_their_digits(tmp_path: Path) -> None:
-    """A model of float32 is made wider before they are loaded into it."""
     torch.manual_seed(5)
     model = nn.Linear(4, 4).double()
     with torch.no_grad():

@@ -34,7 +34,6 @@ WRAPS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def bits(state_dict: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """The elements of each tensor."""
     return {name: element_bytes(value) for name, value in state_dict.items()}
 
 
@@ -57,7 +56,6 @@ def test_load_is_torch_load(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SAFETENSORS, ids=by_name)
 def test_load_reads_safetensors(path: Path) -> None:
-    """The tensors are those of safetensors' own load_file."""
     loaded, expected = ckpt.load(path), load_file(path)
     assert bits(loaded) == bits(expected)
 
@@ -114,34 +112,25 @@ def test_load_state_dict_from_a_training_checkpoint() -> None:
 
 
 def assert_is_network_after_a_step(state_dict: Any) -> None:
-    """The network of training.pth."""
     expected = torch.load(FIXTURES / "training.pth")["model"]
     assert bits({f"module.{name}": value for name, value in state_dict.items()}) == bits(expected)
 
 
-def test_load_state_dict_of_several() -> None:
-    """With several state dicts the error names them, and select chooses."""
+def test_which_state_dict_is_meant() -> None:
+    """With several the error names them, and select chooses; what is no state dict is refused."""
     with pytest.raises(NothingMatchedError, match="2 state dicts: 'model', 'ema'"):
         ckpt.load_state_dict(FIXTURES / "mixed_devices.pth")
     assert "n_averaged" in ckpt.load_state_dict(FIXTURES / "mixed_devices.pth", select="ema")
-
-
-@pytest.mark.parametrize("select", ["epoch", "config", "nowhere"])
-def test_load_state_dict_of_nothing(select: str) -> None:
-    """What is no state dict is refused."""
-    with pytest.raises(NothingMatchedError):
-        ckpt.load_state_dict(FIXTURES / "training.pth", select=select)
+    for select in ("epoch", "config", "nowhere"):
+        with pytest.raises(NothingMatchedError):
+            ckpt.load_state_dict(FIXTURES / "training.pth", select=select)
 
 
 def test_load_state_dict_leaves_values_out(tmp_path: Path) -> None:
-    """An epoch beside the tensors is not for the model; a module's extra state is."""
+    """An epoch beside the tensors is not for the model; a module's extra state is; two names that become one are an error."""
     data = {"module.w": torch.ones(1), "epoch": 3, "args": Namespace(a=1), "module._extra_state": {"n": 1}}
     torch.save(data, tmp_path / "in.pth")
     assert list(ckpt.load_state_dict(tmp_path / "in.pth")) == ["w", "_extra_state"]
-
-
-def test_load_state_dict_collision(tmp_path: Path) -> None:
-    """Two names that become one are an error."""
     torch.save({"module.w": torch.ones(1), "w": torch.ones(1)}, tmp_path / "in.pth")
     with pytest.raises(ConvertError):
         ckpt.load_state_dict(tmp_path / "in.pth")
@@ -150,15 +139,11 @@ def test_load_state_dict_collision(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
 def test_load_state_dict_with_a_dtype(dtype: torch.dtype) -> None:
-    """Floats are cast as torch casts them, ties stay, integers stay."""
     loaded = ckpt.load_state_dict(FIXTURES / "tied.pth", dtype=dtype)
     expected = torch.load(FIXTURES / "tied.pth")
     assert bits(loaded) == bits({name: value.to(dtype) for name, value in expected.items()})
     assert loaded["decoder.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
     assert ckpt.load_state_dict(FIXTURES / "single.pth", dtype=dtype)["features.1.num_batches_tracked"].dtype is torch.int64
-
-
-# --- names of live state dicts
 
 
 def test_strip_prefix() -> None:
@@ -171,11 +156,7 @@ def test_strip_prefix() -> None:
     assert list(wrapped) == names
     assert stripped["fc1.weight"] is wrapped["module.fc1.weight"]
     assert list(ckpt.strip_prefix(wrapped, "")) == names
-
-
-def test_unwrap() -> None:
-    """Every wrapper, in any order."""
-    inner = Wrapped("_fsdp_wrapped_module", nn.DataParallel(network()))
+    inner = Wrapped("_fsdp_wrapped_module", nn.DataParallel(network()))  # unwrap: every wrapper, in any order
     assert_is_network(ckpt.unwrap(cast("Any", torch.compile(inner, backend="eager")).state_dict()))
 
 
@@ -194,7 +175,6 @@ def test_save_a_model(tmp_path: Path, wrap: str, suffix: str) -> None:
 
 
 def test_save_a_mapping(tmp_path: Path) -> None:
-    """A training state is saved as it is: what torch.save would write."""
     ckpt.save(training_state(), tmp_path / "m.pth")
     torch.save(training_state(), tmp_path / "t.pth")
     assert_same(*(torch.load(tmp_path / name) for name in ("m.pth", "t.pth")))
@@ -244,7 +224,6 @@ def test_save_awkward_tensors_as_safetensors(tmp_path: Path) -> None:
     ids=["sparse", "object", "meta", "training"],
 )  # fmt: skip
 def test_what_safetensors_cannot_hold(tmp_path: Path, data: Any) -> None:
-    """Refused, and nothing is written."""
     with pytest.raises(ConvertError):
         ckpt.save(data, tmp_path / "m.safetensors")
     assert os.listdir(tmp_path) == []
@@ -280,7 +259,6 @@ def test_what_has_no_memory_is_not_saved(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("value", [lambda: 0, threading.Lock(), FakeTensorMode().from_tensor(torch.ones(1))], ids=type)
 def test_what_cannot_be_pickled(tmp_path: Path, value: object) -> None:
-    """Whatever error pickle has for it, ours says which file."""
     with pytest.raises(ConvertError, match=r"m\.pth would hold what cannot be pickled"):
         ckpt.save({"w": torch.ones(1), "x": value}, tmp_path / "m.pth")
 
@@ -300,7 +278,6 @@ def test_the_mode_is_that_of_open(tmp_path: Path, name: str) -> None:
 
 
 def test_save_follows_a_link(tmp_path: Path) -> None:
-    """A symlink keeps pointing where it points."""
     (tmp_path / "latest.pth").symlink_to(tmp_path / "epoch3.pth")
     ckpt.save(network(), tmp_path / "latest.pth")
     assert (tmp_path / "latest.pth").is_symlink()

@@ -2,15 +2,17 @@
 
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.train.runs import meeting_place
+from tests.train.runs import meeting_place, run
 from train import metrics
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
     """Sums are split by threads: runs are compared bit by bit, so all have one, as torchrun's processes do."""
     before = torch.get_num_threads()
@@ -30,16 +32,24 @@ def heard() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.fixture(autouse=True)
-def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="package", autouse=True)
+def undrawn() -> Iterator[Callable[..., None]]:
     """Drawing the curves takes longer than training: only tests that ask for `curves` have them."""
-    if "curves" not in request.fixturenames:
-        monkeypatch.setattr(metrics, "draw", lambda rows, path: None)
+    draw, metrics.draw = metrics.draw, lambda rows, path: None
+    yield draw
+    metrics.draw = draw
 
 
 @pytest.fixture
-def curves() -> None:
-    """Lets a test have its curves drawn."""
+def curves(undrawn: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "draw", undrawn)
+
+
+@pytest.fixture(scope="package")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of two epochs that was never stopped, and its last checkpoint."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder, epochs=2)
 
 
 @pytest.fixture

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from torch.distributed import TCPStore
 
 import train as package
 from tests.support.job import job
 from train import train as loop
+from train.__main__ import command
 from train.config import Config
 
 ROOT = Path(package.__file__).parents[1]
@@ -31,15 +33,28 @@ RESNET: dict[str, Any] = {
 
 
 def spelled(options: dict[str, Any]) -> list[str]:
-    """Options as they are typed."""
     return [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
 
 
 def run(out: Path, **options: Any) -> dict[str, Any]:
-    """Trains in this process; the last checkpoint."""
-    options = {"weights": "none", **options}
+    """Trains in this process, on few images where neither images nor a checkpoint are named; the last checkpoint."""
+    few = {} if {"data", "resume"} & options.keys() else FEW
+    options = {"weights": "none", **few, **options}
     assert loop.train(Config(out=out, **options), frozenset(options)) == 0
     return last(out)
+
+
+def called(*options: object, code: int | None = 0) -> Result:
+    """The command line; fails where it ends with another exit code, None for any."""
+    done = CliRunner().invoke(command, [str(option) for option in options])
+    assert code is None or done.exit_code == code, done.output
+    assert "Traceback" not in done.output
+    return done
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
 
 
 def last(out: Path) -> dict[str, Any]:
@@ -96,6 +111,5 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def close(one: dict[str, Any], other: dict[str, Any], tolerance: float = 1e-4) -> bool:
-    """Weights equal within float tolerance."""
     weights, others = bare(one["model"]), bare(other["model"])
     return all(torch.allclose(weights[name], others[name], atol=tolerance) for name in weights)

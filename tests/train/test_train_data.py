@@ -6,13 +6,11 @@ import struct
 from itertools import chain
 from pathlib import Path
 
-import click
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 from train import data
-from train.__main__ import command
 from train.config import Config
 from train.models import NETWORKS, build_for
 from train.parallel import World
@@ -39,12 +37,8 @@ def test_ranks_share_the_batches_of_a_single_process(total: int, size: int) -> N
         assert [sorted(chain(*parts)) for parts in zip(*shares, strict=True)] == [sorted(batch) for batch in whole]
         assert not train or {len(share) for share in chain(*shares)} <= {12 // size}
         assert len({*chain(*whole)}) == len([*chain(*whole)]) == (total // 12 * 12 if train else total)
-
-
-def test_each_epoch_has_its_own_order() -> None:
-    images = TensorDataset(torch.zeros(48, 1, 2, 2, dtype=torch.uint8), torch.arange(48))
-    assert batches(images, 1, 0, epoch=0) != batches(images, 1, 0, epoch=1)
-    assert batches(images, 1, 0, epoch=1) == batches(images, 1, 0, epoch=1)
+    if total >= 48:  # each epoch has an order of its own
+        assert batches(images, 1, 0, epoch=0) != batches(images, 1, 0, epoch=1) == batches(images, 1, 0, epoch=1)
 
 
 def test_digits_are_the_1797_real_images_with_a_fifth_held_out() -> None:
@@ -68,16 +62,9 @@ def test_images_come_scaled_and_resized_and_with_the_channels_asked_for() -> Non
 
 
 def test_synthetic_images_have_any_shape_and_are_the_same_every_time() -> None:
-    train, test = data.load("synthetic", shape="3x5x7", samples=50)
+    (train, test), (again, _) = (data.load("synthetic", shape="3x5x7", samples=50) for _ in range(2))
     assert (train.tensors[0].shape, test.tensors[0].shape) == ((40, 3, 5, 7), (10, 3, 5, 7))
-    again, _ = data.load("synthetic", shape="3x5x7", samples=50)
     assert torch.equal(train.tensors[0], again.tensors[0])
-
-
-@pytest.mark.parametrize("shape", ["28x28", "axbxc", "3x0x4", ""])
-def test_a_shape_that_is_none_is_refused(shape: str) -> None:
-    with pytest.raises(click.UsageError, match="is not CHANNELSxHEIGHTxWIDTH"):
-        command(["--data", "synthetic", "--shape", shape], standalone_mode=False)
 
 
 def idx(values: torch.Tensor) -> bytes:
@@ -102,7 +89,6 @@ def test_idx_files_are_read(name: str, folder: str, tmp_path: Path) -> None:
 
 
 def test_cifar_files_are_read(tmp_path: Path) -> None:
-    """The five pickles of rows of 3072 bytes."""
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     rows = torch.randint(256, (12, 3072), dtype=torch.uint8)
@@ -115,12 +101,6 @@ def test_cifar_files_are_read(tmp_path: Path) -> None:
     assert torch.equal(train.tensors[0], rows[:10].reshape(10, 3, 32, 32))
     assert torch.equal(test.tensors[0], rows[10:].reshape(2, 3, 32, 32))
     assert train.tensors[1].tolist() == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
-
-
-@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10"])
-def test_missing_files_are_one_sentence(name: str, tmp_path: Path) -> None:
-    with pytest.raises(click.UsageError, match=r"put .* there; --data digits works now"):
-        data.load(name, tmp_path)
 
 
 # --- networks

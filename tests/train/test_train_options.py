@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from train.__main__ import command, main
+from tests.train.runs import called
+from train.__main__ import main
 from train.config import Config
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -16,11 +16,9 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
 
 def refusal(options: str, out: Path) -> str:
     """What the command says to options that it must refuse."""
-    result = CliRunner().invoke(command, [*options.split(), "--out", str(out)])
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
+    told = called(*options.split(), "--out", out, code=2).output
     assert not out.exists()
-    return result.output
+    return told
 
 
 @pytest.mark.parametrize(
@@ -37,6 +35,7 @@ def refusal(options: str, out: Path) -> str:
         ("--change lr=1", "--change belongs to --resume"), ("--on-mismatch reinit", "--on-mismatch belongs to --init-from"),
         ("--samples 100", "--samples belongs to --data synthetic"),
         ("--shape 3x9x7", "--shape belongs to --data synthetic"),
+        *((f"--data synthetic --shape {shape}", "is not CHANNELSxHEIGHTxWIDTH") for shape in ("28x28", "axbxc", "3x0x4")),
         ("--evaluate a.pth --resume latest", "leave --init-from and --evaluate out"), ("--lr inf", "inf is not in the range"),
         ("--sync-bn", "--sync-bn belongs to --parallel ddp"),
         ("--find-unused-parameters", "--find-unused-parameters belongs to --parallel ddp"),
@@ -44,7 +43,8 @@ def refusal(options: str, out: Path) -> str:
         ("--device tpu", "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
         ("--data mnist --data-dir none", "none has no whole mnist: put MNIST/raw/train-images-idx3-ubyte"),
         ("--data cifar10 --data-dir none", "none has no whole cifar10: put cifar-10-batches-py/data_batch_1"),
-        ("--resume latest", "there is no"),
+        ("--data fashion-mnist --data-dir none", "there; --data digits works now"),
+        ("--resume latest", "there is no"), ("--model none_such:net", "none_such:net cannot be used"),
         ("--resume nowhere.pth", "There is no such file"), ("--epochs -1", "-1 is not in the range"),
         pytest.param("--device cuda", "sees no GPU here", marks=no_gpu),
     ],
@@ -53,16 +53,18 @@ def test_a_wrong_run_is_refused(options: str, sentence: str, tmp_path: Path) -> 
     assert sentence in refusal(options, tmp_path / "out")
 
 
-@pytest.mark.parametrize("mode", ["single", "dp"])
-def test_one_process_modes_are_refused_under_torchrun(mode: str, tmp_path: Path, only_rank: Callable[[], None]) -> None:
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--parallel single", "torchrun starts --parallel ddp and fsdp"),
+        ("--parallel dp", "torchrun starts --parallel ddp and fsdp"),
+        ("--evaluate nowhere.pth", "leave torchrun out"),
+        pytest.param("--parallel ddp --device cpu --sync-bn", "on GPUs only", marks=no_gpu),
+    ],
+)
+def test_what_is_refused_under_torchrun(options: str, sentence: str, tmp_path: Path, only_rank: Callable[[], None]) -> None:
     only_rank()
-    assert "torchrun starts --parallel ddp and fsdp" in refusal(f"--parallel {mode}", tmp_path / "out")
-
-
-@no_gpu
-def test_batch_statistics_over_processes_need_gpus(tmp_path: Path, only_rank: Callable[[], None]) -> None:
-    only_rank()
-    assert "on GPUs only" in refusal("--parallel ddp --device cpu --sync-bn", tmp_path / "out")
+    assert sentence in refusal(options, tmp_path / "out")
 
 
 def test_more_processes_than_gpus_are_refused(
@@ -89,10 +91,8 @@ def test_a_mistake_is_said_by_one_rank_alone(
 
 
 def test_help_names_every_option() -> None:
-    result = CliRunner().invoke(command, ["--help-all"])
-    assert result.exit_code == 0
-    names = [field.name.replace("_", "-") for field in fields(Config) if field.name != "local_rank"]
-    assert all(f"--{name} " in result.output for name in names)
+    said = called("--help-all").output
+    assert all(f"--{field.name.replace('_', '-')} " in said for field in fields(Config) if field.name != "local_rank")
 
 
 def test_the_older_launcher_s_argument_is_taken(
@@ -100,5 +100,4 @@ def test_the_older_launcher_s_argument_is_taken(
 ) -> None:
     only_rank()
     monkeypatch.delenv("LOCAL_RANK")
-    options = ["--parallel", "ddp", "--local_rank=0", "--epochs", "0", "--out", str(tmp_path)]
-    assert CliRunner().invoke(command, options).exit_code == 0
+    called("--parallel", "ddp", "--local_rank=0", "--epochs", 0, "--data", "synthetic", "--samples", 80, "--out", tmp_path)

@@ -1,21 +1,85 @@
-"""Several ranks: as a single process within float tolerance; FSDP2 as DDP bit for bit, saved whole, by ranks and as dcp."""
+"""Modes agree: one process and one rank bit for bit, several ranks within float tolerance, FSDP2 as DDP bit for bit."""
 
-import json
+import math
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+import torch
 
 import ckpt_tools
 from ckpt_tools.torch import load, load_state_dict
-from tests.train.runs import FEW, LENET, RESNET, bare, close, last, ranks, run, same, spelled
+from tests.support.commands import ckpt
+from tests.train.runs import FEW, LENET, RESNET, bare, called, close, last, ranks, rows, run, same, spelled
 from train import data
-from train.__main__ import command
 from train.models import ResNet18
+
+CNN: dict[str, Any] = {"model": "cnn", "width": 0.015, "epochs": 2, **FEW, "samples": 90}
+
+
+@pytest.mark.parametrize("options", [RESNET, CNN], ids=["resnet", "cnn"])
+def test_single_dp_and_one_rank_are_equal(options: dict[str, Any], tmp_path: Path, only_rank: Callable[[], None]) -> None:
+    """Bit for bit, each goes on from the other's checkpoint, and `ckpt convert --strip-module` takes the wrapper away."""
+    single = run(tmp_path / "single", **options)
+    wrapped = run(tmp_path / "dp", **options, parallel="dp", save="wrapped")
+    assert same(single, run(tmp_path / "resumed", parallel="single", resume=str(tmp_path / "dp" / "epoch_001.pth")))
+    only_rank()
+    ranked = run(tmp_path / "ddp", **options, parallel="ddp", save="wrapped")
+    assert all(name.startswith("module.") for saved in (wrapped, ranked) for name in saved["model"])
+    assert same(single, wrapped)
+    assert same(single, ranked)
+    ckpt("convert", tmp_path / "dp" / "epoch_002.pth", tmp_path / "plain.pth", "--strip-module")
+    converted = torch.load(tmp_path / "plain.pth", weights_only=True)
+    assert list(converted["model"]) == list(single["model"])
+    assert same(converted, single)
+
+
+def test_a_batch_in_passes_trains_like_a_batch_at_once(
+    whole: tuple[Path, Any], tmp_path: Path, only_rank: Callable[[], None]
+) -> None:
+    for mode in ("single", "ddp", "fsdp"):
+        if mode != "single":
+            only_rank()
+        assert close(whole[1], run(tmp_path / mode, epochs=2, grad_accum=4, parallel=mode))
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_mixed_precision_trains_and_keeps_its_scaler(amp: str, tmp_path: Path) -> None:
+    saved = run(tmp_path, epochs=2, amp=amp)
+    assert ("scale" in saved["scaler"]) is (amp == "fp16")
+    assert rows(tmp_path)[-1]["test_accuracy"] > 0.9
+
+
+def test_a_cosine_ends_at_0_also_where_fp16_leaves_steps_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scaler starts so high that the first gradients overflow, and halves itself until they do not."""
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**21))
+    saved = run(tmp_path, epochs=2, amp="fp16", schedule="cosine")
+    assert 0 < 21 - int(math.log2(saved["scaler"]["scale"])) < 12
+    assert [row["lr"] for row in saved["metrics"]] == [pytest.approx(0.025), 0]
+
+
+def test_tensorboard_events_are_written_where_the_package_is(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run(tmp_path, epochs=1, tensorboard=True)
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's compiler uses what torch itself deprecates
+def test_a_compiled_network_saves_both_wrappers_names_and_resumes(tmp_path: Path, only_rank: Callable[[], None]) -> None:
+    """What torch.compile makes of it is torch's matter: here it runs as it is written."""
+    plain = ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]  # `save` is the checkpoint's, as it is not given anew
+    with torch.compiler.set_stance("force_eager"):
+        for epochs, options in ((1, {"model": "mlp", "save": "wrapped"}), (2, {"resume": "latest"})):
+            only_rank()
+            saved = run(tmp_path, epochs=epochs, parallel="ddp", compile=True, **options)
+            assert list(saved["model"]) == [f"_orig_mod.module.{name}" for name in plain]
+
+
+# --- several ranks
 
 SAVES = ("unwrapped", "dcp")
 
@@ -48,12 +112,17 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_ranks_agree_with_a_single_process(two: Path, tmp_path: Path) -> None:
-    """On the same global batches."""
-    single = run(tmp_path, epochs=2, **LENET)
+    """On the same global batches, and where one goes on from the other's checkpoint."""
+    single = run(tmp_path / "single", epochs=2, **LENET)
     assert close(single, last(two / "whole"), tolerance=1e-5)
-    rows = [json.loads((out / "metrics.jsonl").read_text().splitlines()[-1]) for out in (tmp_path, two / "whole")]
-    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=1e-4)
-    assert rows[0]["test_accuracy"] == pytest.approx(rows[1]["test_accuracy"], abs=2 / 62)
+    one, both = rows(tmp_path / "single")[-1], rows(two / "whole")[-1]
+    assert one["loss"] == pytest.approx(both["loss"], abs=1e-4)
+    assert one["test_accuracy"] == pytest.approx(both["test_accuracy"], abs=2 / 62)
+    assert close(single, last(two / "from_single"))
+    resume = str(two / "whole" / "epoch_001.pth")
+    from_two = run(tmp_path / "from_two", parallel="single", resume=resume)
+    assert close(single, from_two)
+    assert same(from_two, run(tmp_path / "dp", resume=resume, parallel="dp", save="wrapped"))
 
 
 def test_two_ranks_resume_exactly(two: Path) -> None:
@@ -65,14 +134,6 @@ def test_two_ranks_resume_exactly(two: Path) -> None:
     assert same(whole, last(two / "stopped"))
 
 
-def test_two_ranks_go_on_from_a_single_process_and_back(two: Path, tmp_path: Path) -> None:
-    single = run(tmp_path / "single", epochs=2, **LENET)
-    assert close(single, last(two / "from_single"))
-    assert close(single, run(tmp_path / "from_two", parallel="single", resume=str(two / "whole" / "epoch_001.pth")))
-    wrapped = run(tmp_path / "dp", resume=str(two / "whole" / "epoch_001.pth"), parallel="dp", save="wrapped")
-    assert same(wrapped, run(tmp_path / "from_dp", parallel="single", resume=str(two / "whole" / "epoch_001.pth")))
-
-
 def test_two_ranks_measure_what_they_save(two: Path) -> None:
     """Each has batch statistics of its own; the accuracy is that of rank 0's, which are in the file."""
     network = ResNet18(1, width=0.05)
@@ -81,8 +142,7 @@ def test_two_ranks_measure_what_they_save(two: Path) -> None:
     _, test = data.load("synthetic", shape=FEW["shape"], samples=RESNET["samples"])
     images, labels = data.fitted(test.tensors[0], None), test.tensors[1]
     accuracy = (network(images).argmax(1) == labels).double().mean().item()
-    row = json.loads((two / "ddp" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert row["test_accuracy"] == pytest.approx(accuracy)
+    assert rows(two / "ddp")[-1]["test_accuracy"] == pytest.approx(accuracy)
 
 
 def test_three_ranks_go_on_from_two(two: Path, tmp_path: Path) -> None:
@@ -92,12 +152,6 @@ def test_three_ranks_go_on_from_two(two: Path, tmp_path: Path) -> None:
     for mode in modes:
         assert close(last(two / "thirty"), last(tmp_path / mode), tolerance=1e-5)
         assert rows(tmp_path / mode)[1]["test_loss"] == pytest.approx(rows(two / "thirty")[1]["test_loss"], abs=1e-5)
-
-
-def rows(out: Path) -> list[dict[str, Any]]:
-    """The metrics, without times."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
 
 
 def test_fsdp_is_equal_to_distributed_data_parallel(two: Path) -> None:
@@ -115,7 +169,6 @@ def test_two_ranks_resume_exactly_from_every_save(save: str, two: Path) -> None:
 
 
 def test_every_save_holds_the_same(two: Path) -> None:
-    """The file, and the dcp in parts that torch itself wrote."""
     whole = last(two / "unwrapped")
     assert sorted(os.listdir(two / "dcp" / "epoch_002")) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     assert (two / "dcp" / "latest").read_text() == "epoch_002\n"
@@ -128,22 +181,17 @@ def test_every_save_holds_the_same(two: Path) -> None:
 
 
 def test_other_modes_go_on_from_every_save(two: Path, tmp_path: Path, only_rank: Callable[[], None]) -> None:
-    """A single process, DataParallel and another number of ranks, from the parts of two ranks, and back."""
+    """A single process, DataParallel and another number of ranks, from the parts of two ranks or one file of them, and back."""
     whole = last(two / "unwrapped")
     assert close(whole, last(two / "from_ddp"))
     assert close(whole, last(two / "ddp_from_dcp"))
     one = run(tmp_path / "one", parallel="single", resume=str(two / "unwrapped" / "epoch_001.pth"))
     assert same(one, run(tmp_path / "dp", parallel="dp", resume=str(two / "dcp" / "epoch_001")))
+    ckpt_tools.convert(two / "dcp" / "epoch_001", tmp_path / "epoch_001.pth")
+    assert same(one, run(tmp_path / "converted", parallel="single", resume=str(tmp_path / "epoch_001.pth")))
     only_rank()
     fsdp = run(tmp_path / "fsdp", parallel="fsdp", save="unwrapped", resume=str(two / "dcp" / "epoch_001"))
     assert same(one, fsdp)
-
-
-def test_the_parts_become_one_file_that_resumes(two: Path, tmp_path: Path) -> None:
-    """`ckpt convert FOLDER OUT`."""
-    ckpt_tools.convert(two / "dcp" / "epoch_001", tmp_path / "epoch_001.pth")
-    resumed = run(tmp_path, parallel="single", resume=str(tmp_path / "epoch_001.pth"))
-    assert same(resumed, run(tmp_path / "one", parallel="single", resume=str(two / "unwrapped" / "epoch_001.pth")))
 
 
 def test_one_rank_is_equal_to_a_single_process(tmp_path: Path, only_rank: Callable[[], None]) -> None:
@@ -156,11 +204,9 @@ def test_one_rank_is_equal_to_a_single_process(tmp_path: Path, only_rank: Callab
 
 
 def test_folders_are_pruned_and_the_weights_gathered(tmp_path: Path, only_rank: Callable[[], None]) -> None:
-    """What a killed run left of a folder goes too."""
     (tmp_path / "epoch_001_step_00003").mkdir()
     only_rank()
-    done = CliRunner().invoke(command, spelled({"parallel": "fsdp", "epochs": 2, "out": tmp_path, "save": "dcp", "keep": 1}))
-    assert done.exit_code == 0, done.output
+    called(*spelled({"parallel": "fsdp", "epochs": 2, "out": tmp_path, "save": "dcp", "keep": 1, **FEW, "samples": 40}))
     names = ["epoch_002", "epoch_002.weights.pth"]
     assert sorted(path.name for path in tmp_path.glob("epoch_*")) == names
     assert load_state_dict(tmp_path / "epoch_002.weights.pth")["fc1.weight"].shape == (128, 784)
