@@ -27,7 +27,7 @@ from ckpt_tools.tree import nodes as trees
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Storage
 from ckpt_tools.tree.options import natural
-from ckpt_tools.tree.output_names import Format, output_format
+from ckpt_tools.tree.output_names import FLAT, Format, output_format
 
 
 @natural
@@ -64,7 +64,7 @@ def save(
 
 
 def _write(data: Mapping[str, Any], path: str | os.PathLike[str], kind: Format) -> None:
-    if kind in ("safetensors", "gguf"):
+    if kind in FLAT:
         from ckpt_tools.formats.frameworks import gguf
 
         flat = flatten(_tree_of(data, kind), holder=kind)
