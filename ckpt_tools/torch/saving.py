@@ -14,7 +14,7 @@ import torch
 
 from ckpt_tools.edit.flatten import flatten
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.single import reader
 from ckpt_tools.io.content import CHUNK, Computed
 from ckpt_tools.io.output import Output, output_error, replacing
 from ckpt_tools.io.source import File, as_path
@@ -65,11 +65,8 @@ def save(
 
 def _write(data: Mapping[str, Any], path: str | os.PathLike[str], kind: Format) -> None:
     if kind in FLAT:
-        from ckpt_tools.formats.frameworks import gguf
-
         flat = flatten(_tree_of(data, kind), holder=kind)
-        lay_out = safetensors.lay_out if kind == "safetensors" else gguf.lay_out
-        pieces = lay_out(flat.tensors, flat.metadata)
+        pieces = reader(kind).lay_out(flat.tensors, flat.metadata)
         with replacing(path, overwrite=True, durable=True) as output:
             write(pieces, output)
         return

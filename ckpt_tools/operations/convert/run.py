@@ -101,7 +101,7 @@ def shard_limit(target: str | os.PathLike[str], shard_size: str | int, format: F
     from ckpt_tools.parts.sharded import parse_size
 
     check_format(format)
-    if format in ("dcp", "pth-legacy", "gguf"):
+    if format not in (None, "pth", "safetensors"):
         raise UsageError(f"`shard_size` is for safetensors and pth; {format} has no shards of that kind.")
     if names_file(target):
         raise UsageError(f"`shard_size` writes a folder; {target} looks like a file.", fix="Name a folder.")
