@@ -113,6 +113,10 @@ def test_a_missing_shard_may_be_left_out(tmp_path: Path) -> None:
     assert "--partial" not in ckpt("convert", tmp_path / "nothing.pth", tmp_path / "out.pth", code=3).output
     ckpt("convert", tmp_path, tmp_path / "out.pth", "--partial")
     assert list(torch.load(tmp_path / "out.pth")) == ["a"]
+    (tmp_path / "m-00002-of-00002.safetensors").write_text("<html>")  # there, and no shard: not to be called missing
+    told = ckpt("convert", tmp_path, tmp_path / "out2.pth", code=3).output
+    assert "Download the file itself." in told
+    assert "names it" not in told
 
 
 def test_an_adapter_in_a_folder_below_is_named(tmp_path: Path) -> None:
