@@ -34,12 +34,15 @@ _MEANT = {
     "output_dir": ("to_dir",), "out_dir": ("to_dir",), "prefix": ("strip_prefix", "add_prefix"),
     "strip": ("strip_module", "strip_prefix"), "key": ("select",), "exclude": ("drop",), "include": ("keep",),
     "remove": ("drop",), "adapter": ("lora",), "base": ("lora",), "drop_metadata": ("set_metadata='KEY='",),
-    "reverse": ("plan='PLAN:reverse'",),
+    "reverse": ("plan='PLAN:reverse'",), "to_device": ("map_location",), "cuda": ("map_location='cuda'",),
+    "junit": ("format='junit'",), "sarif": ("format='sarif'",), "github": ("format='github'",), "nan": ("values",),
+    "no_optimizer": ("slim",), "gpu": ("map_location='cuda'",), "merge_lora": ("lora",),
 }  # fmt: skip
 _SAID = {
     "weights_only": "Nothing that a file says is ever executed: leave it out.",
     "device": "Tensors go where the model has its own.",
     "verify": "`check` compares every CRC-32; what leaves its container is compared as ever.",
+    "overwrite": "A file that is there is replaced.",
     "prove": "`ckpt_tools.torch.prove` runs both.",
 }
 

@@ -37,7 +37,8 @@ def explain(words: tuple[str, ...]) -> None:
         _write(_explained(found))
     else:
         near = [_named(one) for one in known.guesses(text)]
-        _write(["This message is unknown. The most similar are:", *near] if near else ["This message is unknown."])
+        known_near = "This message is unknown. The most similar are (ckpt explain NAME says more):"
+        _write([known_near, *near] if near else ["This message is unknown."])
         sys.exit(1)
 
 

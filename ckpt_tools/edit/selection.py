@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from glob import escape
 from typing import Any
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, find_tensors, is_tensor
+from ckpt_tools.formats.contents import StateDict, find_optimizers, find_state_dicts, find_tensors, is_tensor
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree import nodes, visit
+from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.globs import Globs, meant_by
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Where
 from ckpt_tools.tree.visit import walk
@@ -66,9 +69,25 @@ def select_in(checkpoint: Checkpoint, path: str) -> Node:
     except NothingMatchedError as error:
         if not error.why and others:
             error.why = f"Beside the tree are {', '.join(map(repr, others))}."
+        elif inside := _beginning_with(f"{path}.", find_state_dicts(checkpoint.root)):
+            where, prefix = inside
+            options = [f"--select {shlex.quote(where)}"] * bool(where)
+            options += [f"--keep {shlex.quote(f'{escape(prefix)}*')}", f"--strip-prefix {shlex.quote(prefix)}"]
+            error.why = f"Names of tensors begin with {prefix!r}; they are not in a dict of their own."
+            error.fix = f"Those tensors alone: {mending('convert', str(checkpoint.path), ' '.join(options))}"
         elif not error.why and isinstance(checkpoint.root, Dict) and find_state_dicts(checkpoint.root):
             error.why = "The tensors are at the root: leave it out to take them all."
         raise
+
+
+def _beginning_with(path: str, state_dicts: Iterable[StateDict]) -> tuple[str, str] | None:
+    """The state dict, by its place, that has names below a path, and what of the path those names begin with."""
+    for found in state_dicts:
+        where = dotted(found.where)
+        prefix = path.removeprefix(f"{where}.") if where else path
+        if (prefix != path or not where) and any(name.startswith(prefix) for name in found.names):
+            return where, prefix
+    return None
 
 
 def _at(root: Node, path: str) -> Iterator[tuple[Where, Node]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError
-from ckpt_tools.io.content import Content
+from ckpt_tools.io.content import Content, Range
 from ckpt_tools.io.source import Source
 from ckpt_tools.io.sources import Ahead
 from ckpt_tools.pickling.checks import validate
@@ -79,6 +79,8 @@ def row_major(key: str, dtype: DType, shape: tuple[int, ...], content: Content, 
     """The tensor whose elements are all of a content; errors say what it is called."""
     if len(shape) > MAX_DIMENSIONS or min(shape, default=0) < 0 or prod(size or 1 for size in shape) > MAX_ELEMENTS:
         raise TensorError(f"{called} has a shape of impossible sizes.")
+    if type(content) is Range and content.offset + content.length > content.source.size:
+        raise DamagedFileError(f"{called} reaches beyond the end of the file.", why="It was cut off, or says wrong sizes.")
     entry = Entry(Storage(key, dtype, content.length, None, content), dtype, shape, contiguous_stride(shape), 0)
     if entry.nbytes != content.length:
         raise TensorError(f"{called} has {content.length} bytes, and its shape needs {entry.nbytes}.")

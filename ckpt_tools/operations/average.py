@@ -153,7 +153,8 @@ def _weights(given: Sequence[float] | None, count: int) -> list[float]:
         raise UsageError("An average takes two checkpoints or more, and the file to write.")
     weights = [1.0] * count if given is None else list(given)
     if len(weights) != count:
-        raise UsageError(f"`weights` has {len(weights)} numbers for {count} checkpoints.")
+        numbers = f"{len(weights)} number{'s' * (len(weights) != 1)}"
+        raise UsageError(f"`weights` has {numbers} for {count} checkpoints.", fix="One for each, in one word: 0.7,0.3")
     whole = sum(weights) if all(map(math.isfinite, weights)) else math.nan
     if not math.isfinite(whole) or whole == 0:
         raise UsageError("`weights` must be finite numbers that do not sum to zero.")
@@ -226,11 +227,13 @@ class _Mean:
         if not same and len(found) == self.count == 1 and not (found[0].where and base.where):
             same = found
         if not same:
-            wheres = ", ".join(dotted(state_dict.where) or "(root)" for state_dict in found) or "none"
-            out = mending("convert", path, f"--select {dotted(found[0].where) if len(found) == 1 else 'WHERE'}")
+            wheres, own = [dotted(state_dict.where) for state_dict in found], dotted(base.where)
+            deeper, where = (self.paths[0], own) if wheres == [""] else (path, wheres[0] if len(wheres) == 1 else "WHERE")
             raise ConvertError(
-                f"{path} has no state dict at {dotted(base.where) or 'the root'}.", why=f"It has {wheres}.",
-                fix=f"Choose one that all have (`select=WHERE`), or take it out first: {out}",
+                f"{path} has no state dict at {own or 'the root'}.",
+                why=f"It has {', '.join(where or '(root)' for where in wheres) or 'none'}.",
+                fix="Choose one that all have (`select=WHERE`), or take it out first: "
+                + mending("convert", deeper, f"--select {shlex.quote(where)}"),
             )  # fmt: skip
         return same[0]
 

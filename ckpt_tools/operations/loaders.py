@@ -29,6 +29,7 @@ _JOBLIB = "joblib.load"
 _DCP = "torch.distributed.checkpoint.load"
 _RANK_FILES = f"{TORCH_LOAD}, one rank's part each"
 _DEEPSPEED = "DeepSpeed's load_checkpoint, on as many processes"
+_ITS_LIBRARY = "the library that wrote it"
 _UNPACKED = "once it is unpacked"
 # Calls of files that are not for torch.load.
 _ELSEWHERE = (_DCP, _SAFETENSORS, _RANK_FILES, _DEEPSPEED, "gguf.", "onnx.", "flax.", "h5py.")
@@ -36,11 +37,12 @@ _PARTS = "it is a file for each rank, each with that rank's parts of the tensors
 _CUT_PART = "it is one rank's part of a distributed checkpoint: torch.load finds no archive in it, or the last one only"
 # What loads each container, and why torch.load with weights_only does not give what it holds, whatever its pickles say.
 _LOADED: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("torch-zip", "torch-legacy", "sharded"), (TORCH_LOAD, "")),
     "torchscript": ("torch.jit.load", "it is a TorchScript program, which torch.jit.load loads"),
     "torch-export": ("torch.export.load", "it is an exported program, which torch.export.load loads"),
     "pickle": ("pickle.load", "it is a pickle that torch.save did not write"),
     "torch-tar": (TORCH_LOAD, "it is in the tar format, which weights_only does not take"),
-    "zip-bundle": ("the library that wrote it", "it is an archive around checkpoints"),
+    "zip-bundle": (_ITS_LIBRARY, "it is an archive around checkpoints"),
     **dict.fromkeys(("npz", "npy"), ("numpy.load", "it is a NumPy file")),
     **dict.fromkeys(("keras", "hdf5"), ("h5py.File", "it is an HDF5 file")),
     "safetensors": (_SAFETENSORS, ""),
@@ -52,6 +54,7 @@ _LOADED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(PART_CONTAINERS, (_RANK_FILES, _PARTS)),
     "deepspeed": (_DEEPSPEED, _PARTS),
 }
+_UNKNOWN = (_ITS_LIBRARY, "torch.load does not read its format")
 _TORCH_NAMES = frozenset((".pth", ".pt", ".bin", ".ckpt", ".th"))  # that people give to torch.load
 
 
@@ -81,7 +84,7 @@ def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads
     """What loads a checkpoint, and what of it weights_only refuses; `elsewhere` are globals of any pickle in the file."""
     container, misnamed = checkpoint.container, misnaming(checkpoint)
     call, refused = _call(checkpoint), checkpoint.refused_globals
-    own = _LOADED.get(container, ("", ""))[1]
+    own = _LOADED.get(container, _UNKNOWN)[1]
     if checkpoint.packed is not None:
         reason = f"it is in a file of {checkpoint.packed.kind}, which has to be unpacked first"
         return Loads(call if call == _JOBLIB else f"{call}, {_UNPACKED}", refused, [reason])
@@ -101,7 +104,7 @@ def _call(checkpoint: Checkpoint) -> str:
     if checkpoint.container == "pickle" and any(name.name == WRAPPER for name in checkpoint.globals):
         return _JOBLIB
     if checkpoint.container != "sharded":
-        return _LOADED.get(checkpoint.container, (TORCH_LOAD, ""))[0]
+        return _LOADED.get(checkpoint.container, _UNKNOWN)[0]
     plain = (tensor.node.storage.device for tensor in checkpoint.tensors if type(tensor.node) is Entry)
     return f"{TORCH_LOAD if any(plain) else _SAFETENSORS}, shard by shard"
 

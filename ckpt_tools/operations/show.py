@@ -134,8 +134,11 @@ def _chosen(checkpoint: Checkpoint, tensors: Collection[Tensor], name: str, inde
     raise NothingMatchedError(f"{checkpoint.path} has no tensor {wanted!r}.", why=why, fix=fix)
 
 
+_WHOLE = ("(root)", "(the whole file)")  # as reports call what has no name
+
+
 def _named(tensors: Collection[Tensor], name: str) -> Tensor | None:
-    found = [tensor for tensor in tensors if dotted(tensor.where) == name]
+    found = [tensor for tensor in tensors if dotted(tensor.where) == name or (not tensor.where and name in _WHOLE)]
     found = found or [tensor for tensor in tensors if tensor.where and tensor.name == name]
     if len(found) > 1:
         paths = [dotted(tensor.where) for tensor in found]

@@ -12,7 +12,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools import limits
-from ckpt_tools.errors import ConvertError, DamagedFileError, NotACheckpointError, PartError, UnsupportedContainerError
+from ckpt_tools.errors import (
+    ConvertError,
+    DamagedFileError,
+    MissingFileError,
+    NotACheckpointError,
+    PartError,
+    UnsupportedContainerError,
+)
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Keys, Warned, check_text, unique
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -104,8 +111,8 @@ def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
 def _read_shard(name: str, files: Files) -> Checkpoint:
     try:
         decoded = decode_file(files.open(name))
-    except NotACheckpointError as error:
-        error.fix = f"{files.path} names it: get the missing file again."
+    except MissingFileError as error:
+        error.fix = "The index names it: get the missing file again."
         raise
     root = decoded.root
     if type(root) is not Dict or any(type(key) is not str for key, _ in root.items):

@@ -127,7 +127,7 @@ def _value(row: ValueChange) -> str:
 def changed_columns(report: Difference, limit: int | None = None) -> tuple[list[str], list[tuple[str, ...]]]:
     """The tensors that differ as a table: what its columns are called, and its lines."""
     measured = is_measured(report)
-    headings = ("max abs", "max rel", "L2", "cosine", "changed") if measured else ("shape", "dtype")
+    headings = ("max abs", "max rel", "rel L2", "cosine", "changed") if measured else ("shape", "dtype")
     cells = _gap if measured else _what
     lines = [(printable(row.where), *cells(row)) for row in report.changed[:limit]]
     return ["tensor with different numbers", *headings], lines

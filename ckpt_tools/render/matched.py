@@ -155,7 +155,7 @@ def _print_advice(advice: Advice, out: Page, *, is_open: bool) -> None:
     """What goes further: options that were tried, what may be left out, and the questions with all their answers."""
     lines = [f"{extra.text}; ckpt convert --drop {quote(extra.glob)}" for extra in advice.extras]
     if advice.further is not None:
-        lines.append(f"{' '.join(advice.further.options)} finds {counted(advice.further.pairs, 'partner')} more")
+        lines.append(f"{' '.join(advice.further.options)} finds {counted(advice.further.pairs, 'more partner')}")
     for question in advice.questions:
         lines.append(f"which is {question.new} ({counted(question.tensors, 'tensor')})?")
         lines += [f"    --pair {quote(question.answer(old))}" for old in question.candidates[:_SHOWN_CANDIDATES]]

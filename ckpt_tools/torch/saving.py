@@ -14,7 +14,7 @@ import torch
 
 from ckpt_tools.edit.flatten import flatten
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.single import reader
 from ckpt_tools.io.content import CHUNK, Computed
 from ckpt_tools.io.output import Output, output_error, replacing
 from ckpt_tools.io.source import File, as_path
@@ -27,7 +27,7 @@ from ckpt_tools.tree import nodes as trees
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Storage
 from ckpt_tools.tree.options import natural
-from ckpt_tools.tree.output_names import Format, output_format
+from ckpt_tools.tree.output_names import FLAT, Format, output_format
 
 
 @natural
@@ -64,12 +64,9 @@ def save(
 
 
 def _write(data: Mapping[str, Any], path: str | os.PathLike[str], kind: Format) -> None:
-    if kind in ("safetensors", "gguf"):
-        from ckpt_tools.formats.frameworks import gguf
-
+    if kind in FLAT:
         flat = flatten(_tree_of(data, kind), holder=kind)
-        lay_out = safetensors.lay_out if kind == "safetensors" else gguf.lay_out
-        pieces = lay_out(flat.tensors, flat.metadata)
+        pieces = reader(kind).lay_out(flat.tensors, flat.metadata)
         with replacing(path, overwrite=True, durable=True) as output:
             write(pieces, output)
         return

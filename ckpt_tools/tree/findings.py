@@ -33,6 +33,7 @@ class Finding:
 
 _PACKED = re.compile(r"(?:\.tar)?\.(?:gz|bz2|xz|zst|tgz|nemo)$", re.IGNORECASE)
 _TAR = re.compile(r"\.(?:tar\.\w+|tgz|nemo)$", re.IGNORECASE)
+_DOUBLED = re.compile(r"(?<=[^/])\.(?:pth|pt|ckpt)\.tar$", re.IGNORECASE)  # as scripts call what torch.save writes
 _NOT_WRITTEN = (".pkl", ".pickle", ".tar")  # the names of older formats, which a torch-zip may have too
 
 
@@ -54,7 +55,10 @@ def stem_and_extension(path: str) -> tuple[str, str]:
     archive, mark, member = path.partition("!")
     stem = _PACKED.sub("", archive)
     if not mark:
-        return os.path.splitext(stem) if stem == archive or not _TAR.search(archive) else (stem, ".pth")
+        if stem != archive and _TAR.search(archive):
+            return stem, ".pth"
+        doubled = _DOUBLED.search(stem)
+        return (stem[: doubled.start()], doubled[0]) if doubled else os.path.splitext(stem)
     return stem, os.path.splitext(member)[1] or ".pth"
 
 

@@ -12,9 +12,11 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.io.source import Handed
 
 Format: TypeAlias = Literal["pth", "pth-legacy", "safetensors", "dcp", "gguf"]
-FORMATS: tuple[Format, ...] = ("pth", "pth-legacy", "safetensors", "dcp", "gguf")
-_GGUF = ".gguf"
 _SAFETENSORS = ".safetensors"
+EXTENSIONS: dict[Format, str] = {"pth": ".pth", "pth-legacy": ".pth", "safetensors": _SAFETENSORS, "dcp": "", "gguf": ".gguf"}
+FORMATS: tuple[Format, ...] = tuple(EXTENSIONS)
+FLAT: tuple[Format, ...] = ("safetensors", "gguf")  # which hold one state dict, and text beside it
+_OWN = {suffix: format for format, suffix in EXTENSIONS.items() if suffix not in ("", ".pth")}
 # What torch.save is given as a name: the first that is near is suggested for a slip.
 _TORCH = (
     ".pth", ".pt", ".ckpt", ".bin", ".th", ".tar", ".t7", ".dat", ".model", ".pkl", ".pickle", ".checkpoint", ".weights",
@@ -44,7 +46,7 @@ def extension(path: str | os.PathLike[str]) -> str:
 
 
 def output_format(target: str | os.PathLike[str], format: Format | None) -> Format:
-    """The container of an output: as said, else `.safetensors` by its extension, a torch-zip by any that means nothing else."""
+    """The container of an output: as said, else by its extension; a torch-zip by any that means nothing else."""
     check_format(format)
     if format != "dcp" and os.fspath(target).endswith(("/", os.sep)):
         raise UsageError(
@@ -54,10 +56,8 @@ def output_format(target: str | os.PathLike[str], format: Format | None) -> Form
     if format is not None:
         return format
     found = extension(target)
-    if found == _SAFETENSORS:
-        return "safetensors"
-    if found == _GGUF:
-        return "gguf"
+    if found in _OWN:
+        return _OWN[found]
     if other := _OTHERS.get(found):
         raise UsageError(
             f"{target}: ckpt cannot write {other}.",
@@ -78,7 +78,7 @@ def writes(suffix: str) -> bool:
 def names_file(path: str | os.PathLike[str]) -> bool:
     """Whether a path looks like a file's, not a folder's: its extension is a checkpoint's, another format's, or near one."""
     found = extension(path)
-    return found in (_SAFETENSORS, _GGUF, *_TORCH, *_OTHERS) or bool(_meant(found))
+    return found in (*_OWN, *_TORCH, *_OTHERS) or bool(_meant(found))
 
 
 def check_format(format: str | None) -> None:
@@ -116,14 +116,14 @@ def refuse_input(path: str | os.PathLike[str], inputs: Iterable[object]) -> None
 
 def check_document(path: str | os.PathLike[str], what: str, own: str, inputs: Iterable[object]) -> None:
     """Make sure that a page, plan or digest is not called a checkpoint, nor is one of the files that it is about."""
-    if extension(path) in (_SAFETENSORS, _GGUF, *_TORCH):
+    if extension(path) in (*_OWN, *_TORCH):
         raise UsageError(f"{path} is a checkpoint's name; this writes {what}.", fix=f"For example: {PurePath(path).stem}{own}")
     refuse_input(path, inputs)
 
 
 def _meant(found: str) -> str:
     """The extension that was meant by one that is near it; empty where none is."""
-    if not found or found in (_SAFETENSORS, _GGUF, *_TORCH):
+    if not found or found in (*_OWN, *_TORCH):
         return ""
     import difflib
 

@@ -95,7 +95,9 @@ def file_of(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
         with suppress(MissingFileError):
             open_source(f"{folder}/{name}").close()
             return f"{folder}/{name}"
-    raise NotACheckpointError(f"{path} is a folder without an adapter.", why=f"None of {', '.join(FILES)} is in it.")
+    found = [] if is_address(path) else [file for name in FILES for file in sorted(Path(folder).glob(f"*/{name}"))]
+    fix = f"Name the folder that has one: {listed([file.parent for file in found])}." if found else ""
+    raise NotACheckpointError(f"{path} is a folder without an adapter.", why=f"None of {', '.join(FILES)} is in it.", fix=fix)
 
 
 def read_adapter(checkpoint: Checkpoint) -> Adapter:

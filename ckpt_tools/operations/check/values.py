@@ -55,7 +55,7 @@ def findings(counted: Sequence[Counted], heads: frozenset[Where]) -> Iterator[Fi
     for row in counted:
         where, count, numel = list(row.where), row.count, row.entry.numel
         if count.nan or count.inf:
-            found = " and ".join(f"{n} {what}" for n, what in ((count.nan, "NaN"), (count.inf, "infinite values")) if n)
+            found = " and ".join(f"{n} {what}" for n, what in ((count.nan, "NaN"), (count.inf, "infinite")) if n)
             yield Finding("not-finite", "problem", where, f"{found} of {numel} values", "finite numbers", _EARLIER)
         if count.huge * _GARBAGE > numel:
             found = f"{count.huge} of {numel} values are larger than 1e18: memory that was never written"

@@ -62,7 +62,11 @@ def diff(
     where_left, equals, where_right = (None, "", None) if select is None else select.partition("=")
     with collector_paused(), open_whole(left) as one, open_whole(right) as other:
         plain: Plain | None = "instead" if values else None
-        sides = open_side(one, where_left, plain), open_side(other, where_right if equals else where_left, plain)
+        try:
+            sides = open_side(one, where_left, plain), open_side(other, where_right if equals else where_left, plain)
+        except NothingMatchedError as error:
+            error.fix += "" if equals else " Where the two have it in different places: `select='A_PATH=B_PATH'`."
+            raise
         report = Difference(_file(one), _file(other))
         report.notes += [note for side in sides for note in side.notes]
         pairs = _pair_tensors(*sides, report)

@@ -99,7 +99,7 @@ def place_in(checkpoint: Checkpoint, where: str | None) -> Checkpoint:
             with naming(checkpoint.source):
                 chosen = select_in(checkpoint, where)
         except NothingMatchedError as error:
-            error.fix = "ckpt inspect shows the paths that there are; '.' is the whole file."
+            error.fix = error.fix or "ckpt inspect shows the paths that there are; '.' is the whole file."
             raise
     return replace(checkpoint, root=to_little_endian(chosen, checkpoint.byteorder))
 

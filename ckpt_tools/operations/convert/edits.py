@@ -30,10 +30,10 @@ from ckpt_tools.text import dotted, listed, some
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.modules import is_lightning
 from ckpt_tools.tree.nodes import Dict, Global, Node, Object
+from ckpt_tools.tree.output_names import FLAT
 from ckpt_tools.tree.visit import reachable
 
 _CALLED = {"pth": "a .pth", "pth-legacy": "a .pth", "dcp": "a distributed checkpoint"}
-
 
 if TYPE_CHECKING:
     from ckpt_tools.edit.casts import Casting
@@ -57,10 +57,10 @@ class Edits:
         if options.quantises and kind != "gguf":
             raise UsageError("`dtype='q8_0'` is for a GGUF; name OUT .gguf, or give `format='gguf'`.")
         self.texts = options.metadata_texts
-        if self.texts and kind not in ("safetensors", "gguf") and not (kind == "pth" and options.shard_size):
+        if self.texts and kind not in FLAT and not (kind == "pth" and options.shard_size):
             what = f"`set_metadata` is for a safetensors header and an index of shards; {_CALLED[kind]} has no metadata."
             raise UsageError(what, fix="Name OUT .safetensors or .gguf.")
-        if options.under is not None and kind in ("safetensors", "gguf"):
+        if options.under is not None and kind in FLAT:
             raise UsageError("`under` is for a .pth or a distributed checkpoint: this format holds one flat state dict.")
         self.options, self.kind, self.account = options, kind, Account()
         self.names = Names(options, fitted=bool(options.targeted))
@@ -96,13 +96,13 @@ class Edits:
     def apply(self, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> Edited:
         """Edit the tree and tell the report; `stack` gets what must stay open until the bytes are written."""
         options, account = self.options, self.account
-        ties = begin(checkpoint, report, self.kind == "dcp" or bool(options.shard_size))
+        ties = begin(checkpoint, report, options, self.kind)
         report.dropped += [(key, f"`set_metadata='{key}='`") for key, text in self.texts if not text]
         if found := [repr(key) for key, text in self.texts if text]:
             report.note("metadata-set", f"Metadata: {listed(found)} set.")
         root, used = self._opened(checkpoint, report)
         report.dropped += checkpoint.lost.items()
-        if self.kind in ("safetensors", "gguf") and any(name.module.startswith("numpy") for name in checkpoint.globals):
+        if self.kind in FLAT and any(name.module.startswith("numpy") for name in checkpoint.globals):
             from ckpt_tools.edit.objects.plain import arrays_as_tensors
 
             root, fates = arrays_as_tensors(root)  # it holds nothing else of them
@@ -119,7 +119,7 @@ class Edits:
         if self.retargeting is not None:
             _fit(root, self.retargeting, report, stack, checkpoint, account)
         root, casting = self._cast(self._retagged(root, checkpoint, report), report, plain)
-        if self.kind in ("safetensors", "dcp", "gguf"):
+        if self.kind in (*FLAT, "dcp"):
             _leave_attributes(root, self.kind, options.objects, report)
         self._tell_danger(checkpoint, root, report)
         left_out = {path for path, _ in report.dropped}

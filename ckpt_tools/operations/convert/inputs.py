@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ckpt_tools.edit import renaming
-from ckpt_tools.errors import PartError
+from ckpt_tools.errors import MissingFileError, PartError
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.sources import Files
 from ckpt_tools.operations.convert.options import ConvertOptions
@@ -20,8 +20,8 @@ def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Check
     """Open what is to be converted."""
     try:
         return open_whole(source, partial=options.partial)
-    except PartError as error:
-        if error.rest and not options.partial:
+    except (PartError, MissingFileError) as error:
+        if (isinstance(error, MissingFileError) or error.rest) and not options.partial:
             from ckpt_tools.parts.open import partial_at
 
             if partial_at(source) is not None:
@@ -29,17 +29,18 @@ def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Check
         raise
 
 
-def begin(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> dict[str, str]:
+def begin(checkpoint: Checkpoint, report: Converted, options: ConvertOptions, kind: str) -> dict[str, str]:
     """Find the bytes, tell what is odd about the input, tie what its metadata says is tied; the ties."""
     checkpoint.locate()
-    report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
+    told = [warned for warned in checkpoint.warnings if options.select is None or warned.code != "beside-the-weights"]
+    report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in told]
     # That the input is one file of several, and how all of them are named
     if may_be_of_several(checkpoint.path.name):
         from ckpt_tools.operations.in_folders import alone
 
         if (found := alone(checkpoint)) is not None:
             report.note(found.code, f"The input is {found.found}. {found.fix}")
-    _note_beside(checkpoint, report, into_folder)
+    _note_beside(checkpoint, report, into_folder=kind == "dcp" or bool(options.shard_size))
     ties = renaming.restore_named_ties(checkpoint.root, checkpoint.metadata)
     if ties:
         names = ", ".join(f"{name} = {kept}" for name, kept in ties.items())
@@ -47,7 +48,7 @@ def begin(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> dict[
     return ties
 
 
-def _note_beside(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> None:
+def _note_beside(checkpoint: Checkpoint, report: Converted, *, into_folder: bool) -> None:
     """A folder is one checkpoint; others in it, the state of an optimizer for example, are not converted with it."""
     if not os.path.isdir(report.source):
         return

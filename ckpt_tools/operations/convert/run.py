@@ -20,7 +20,7 @@ from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.text import printable, some
 from ckpt_tools.tree.findings import stem_and_extension
 from ckpt_tools.tree.options import as_keywords
-from ckpt_tools.tree.output_names import Format, check_format, check_one_file, names_file, output_format, writes
+from ckpt_tools.tree.output_names import EXTENSIONS, Format, check_format, check_one_file, names_file, output_format, writes
 from ckpt_tools.values.pytorch import torch_told
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def shard_limit(target: str | os.PathLike[str], shard_size: str | int, format: F
     from ckpt_tools.parts.sharded import parse_size
 
     check_format(format)
-    if format in ("dcp", "pth-legacy", "gguf"):
+    if format not in (None, "pth", "safetensors"):
         raise UsageError(f"`shard_size` is for safetensors and pth; {format} has no shards of that kind.")
     if names_file(target):
         raise UsageError(f"`shard_size` writes a folder; {target} looks like a file.", fix="Name a folder.")
@@ -177,7 +177,6 @@ def _told_of(path: Path, what: str, by: Path) -> ConvertError:
 # --- several checkpoints converted alike into one folder
 
 Pair: TypeAlias = tuple[Path, Path]
-_EXTENSIONS = {"safetensors": ".safetensors", "pth": ".pth", "pth-legacy": ".pth", "gguf": ".gguf", "dcp": ""}
 
 
 def each_of(sources: Sequence[Path]) -> list[tuple[Path, PurePath]]:
@@ -234,7 +233,7 @@ def _name(source: str | os.PathLike[str], asked: Mapping[str, Any]) -> str:
     if "shard_size" in asked:
         return name
     if (format := asked.get("format")) is not None:
-        return name + _EXTENSIONS[format]
+        return name + EXTENSIONS[format]
     return name + (own if own and writes(own) and not os.path.isdir(source) else ".pth")
 
 
