@@ -1,0 +1,143 @@
+"""Siblings of files that went wrong once: what else the same cause could hit."""
+
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils import prune, spectral_norm, weight_norm
+
+import ckpt_tools
+from ckpt_tools.errors import ConvertError, ObjectsError
+from tests.support.commands import ckpt
+
+
+def plain(path: Path, **options: Any) -> Any:
+    """What `torch.load` reads of a file that `convert` made plain."""
+    out = path.with_name("plain.pth")
+    ckpt_tools.convert(path, out, objects="plain", overwrite=True, **options)
+    return torch.load(out, weights_only=True)
+
+
+# --- scan: what honest libraries write, by hand where they are not installed
+
+GLOBALS = {
+    "pandas' intervals": b"cpandas._libs.interval\n__pyx_unpickle_IntervalMixin\n(cpandas.arrays\nIntervalArray\nI2\nNtR.",
+    "pandas' offset": b"cpandas\nDateOffset\n)R.",
+    "a tokenizer of scikit-learn's": pickle.dumps(str.split),
+    "the answer of max": pickle.dumps(torch.ones(2, 3).max(0)),
+}
+
+
+@pytest.mark.parametrize("data", GLOBALS.values(), ids=GLOBALS)
+def test_objects_of_honest_libraries_need_code_and_are_not_dangerous(data: bytes, tmp_path: Path) -> None:
+    """What a library writes of its own objects is told by its name."""
+    (tmp_path / "x.pkl").write_bytes(data)
+    assert ckpt_tools.scan(tmp_path / "x.pkl")[0].verdict == "needs-code"
+
+
+@pytest.mark.parametrize("data", [b"cbuiltins\nstr.__class__\n.", b"cbuiltins\nobject.__subclasses__\n.", b"cos\nstr.split\n."])
+def test_no_other_name_inside_of_a_class_is_let_through(data: bytes, tmp_path: Path) -> None:
+    """Methods of text are harmless, and not what leads out of them."""
+    (tmp_path / "x.pkl").write_bytes(data)
+    assert ckpt_tools.scan(tmp_path / "x.pkl")[0].verdict == "dangerous"
+
+
+def test_a_joblib_dump_of_texts_of_any_length_is_read(tmp_path: Path) -> None:
+    """NumPy's StringDType is of objects, so its array is a pickle of its own."""
+    joblib = pytest.importorskip("joblib")
+    joblib.dump({"a": np.array(["x"], np.dtypes.StringDType()), "b": np.ones(3)}, tmp_path / "x.joblib")
+    assert ckpt_tools.scan(tmp_path / "x.joblib")[0].verdict == "needs-code"
+    assert ckpt_tools.inspect(tmp_path / "x.joblib").tensors[0]["shape"] == [3]
+
+
+# --- --objects plain: nothing of an object is lost
+
+
+class Text(str):
+    """Text with attributes."""
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple with attributes."""
+
+
+class Made:
+    """Made from an array, and with a state."""
+
+    def __reduce__(self) -> Any:
+        return Made, (np.arange(3.0),), {"extra": 5}
+
+
+def noted(value: Any) -> Any:
+    value.note = "n"
+    return value
+
+
+MADE = {
+    "text": (noted(Text("x")), {"<arguments>": "x", "note": "n"}),
+    "text without attributes": (Text("x"), "x"),
+    "a tuple": (noted(Pair((1, 2))), {"<arguments>": [(1, 2)], "note": "n"}),
+    "an error": (noted(ValueError("no", 7)), {"<arguments>": ("no", 7), "note": "n"}),
+    "made from an array": (Made(), {"<arguments>": [torch.arange(3, dtype=torch.float64)], "extra": 5}),
+}
+
+
+@pytest.mark.parametrize(("value", "expected"), MADE.values(), ids=MADE)
+def test_objects_made_plain_keep_what_they_are_made_from(value: Any, expected: Any, tmp_path: Path) -> None:
+    """Attributes do not take the place of what an instance was made from."""
+    torch.save({"v": value}, tmp_path / "x.pth")
+    assert str(plain(tmp_path / "x.pth")["v"]) == str(expected)
+
+
+def test_a_file_that_is_one_date_is_refused_with_what_can_be_done(tmp_path: Path) -> None:
+    """The root cannot be dropped."""
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(np.array(["2020"], "M8[D]")))
+    with pytest.raises(ObjectsError, match=r"lost: the root\.\n") as caught:
+        plain(tmp_path / "x.pkl")
+    assert "drop=" not in str(caught.value)
+
+
+# --- weights in parts
+
+
+def parts(*steps: Callable[[torch.nn.Module], object], layer: type[torch.nn.Module] = torch.nn.Linear) -> dict[str, Any]:
+    torch.manual_seed(0)
+    made = layer(3, 4) if layer is torch.nn.Linear else layer(4, 4, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the old forms are deprecated
+        for step in steps:
+            step(made)
+    return {name: value.clone() for name, value in made.state_dict().items()}
+
+
+def test_a_part_that_is_in_parts_itself_is_folded_too(tmp_path: Path) -> None:
+    """A pruned `weight_v` first, and then the weight norm of it."""
+    held = parts(weight_norm, lambda layer: prune.l1_unstructured(layer, "weight_v", amount=0.5))
+    torch.save(held, tmp_path / "x.pth")
+    direction = held["weight_v_orig"] * held["weight_v_mask"]
+    whole = direction * (held["weight_g"] / direction.norm(dim=1, keepdim=True))
+    torch.save({"weight": whole, "bias": held["bias"]}, tmp_path / "like.pth")
+    for options in ({"fold": True}, {"like": tmp_path / "like.pth"}):
+        ckpt_tools.convert(tmp_path / "x.pth", tmp_path / "out.pth", overwrite=True, **options)
+        assert torch.allclose(torch.load(tmp_path / "out.pth")["weight"], whole, atol=1e-6)
+
+
+def test_vectors_that_no_step_has_trained_do_not_choose_a_dimension(tmp_path: Path) -> None:
+    """They are random: nearer to one dimension's by chance."""
+    torch.save(parts(spectral_norm, layer=torch.nn.Conv2d), tmp_path / "x.pth")
+    with pytest.raises(ConvertError, match="do not tell which"):
+        ckpt_tools.convert(tmp_path / "x.pth", tmp_path / "out.pth", fold=True)
+
+
+def test_a_spectral_norm_of_a_bias_is_folded(tmp_path: Path) -> None:
+    """It is a matrix of one column."""
+    held = parts(lambda layer: spectral_norm(layer, "bias"))
+    torch.save(held, tmp_path / "x.pth")
+    ckpt("convert", tmp_path / "x.pth", tmp_path / "out.pth", "--fold")
+    scale = held["bias_u"] @ (held["bias_orig"][:, None] @ held["bias_v"])
+    assert torch.allclose(torch.load(tmp_path / "out.pth")["bias"], held["bias_orig"] / scale)
