@@ -141,3 +141,22 @@ def test_a_spectral_norm_of_a_bias_is_folded(tmp_path: Path) -> None:
     ckpt("convert", tmp_path / "x.pth", tmp_path / "out.pth", "--fold")
     scale = held["bias_u"] @ (held["bias_orig"][:, None] @ held["bias_v"])
     assert torch.allclose(torch.load(tmp_path / "out.pth")["bias"], held["bias_orig"] / scale)
+
+
+def test_numbers_of_python_2_are_read_from_text(tmp_path: Path) -> None:
+    """Python 2 wrote the bytes of a number as a str, which may be text: `false` was "\\0"."""
+    kind = b"cnumpy\ndtype\n(S'b1'\nI0\nI1\ntR(I3\nS'|'\nNNNI-1\nI-1\nI0\ntb"
+    number = kind.replace(b"'b1'", b"'f8'").replace(b"'|'", b"'<'") + b"S'\\x00\\x00\\x00\\x00\\x00\\x00\\x04@'\n"
+    scalar = b"cnumpy.core.multiarray\nscalar\n("
+    data = b"(dp0\nS'no'\np1\n" + scalar + kind + b"S'\\x00'\ntRsS'x'\np2\n" + scalar + number + b"tRs."
+    (tmp_path / "x.pkl").write_bytes(data)
+    assert plain(tmp_path / "x.pkl") == {"no": False, "x": 2.5}
+
+
+def test_check_names_the_damaged_array_of_an_npz(tmp_path: Path) -> None:
+    """An .npz is a zip, and has a CRC-32 for each array."""
+    np.savez(tmp_path / "x.npz", a=np.zeros(4), b=np.full(4, 7.0))
+    assert "2 records match" in ckpt("check", tmp_path / "x.npz", code=1).output
+    data = (tmp_path / "x.npz").read_bytes()
+    (tmp_path / "x.npz").write_bytes(data.replace(np.full(4, 7.0).tobytes(), np.full(4, 8.0).tobytes()))
+    assert "'b.npy' holds b, and does not match its CRC-32" in ckpt("check", tmp_path / "x.npz", code=1).output

@@ -240,8 +240,11 @@ def _text_argument(node: Any, key: Key) -> Node | Drop:
 
 
 def _numpy_scalar(node: Any, key: Key) -> Node:
-    kind, data = node.args
+    kind, given = node.args
     code, order = _numpy_type(kind)
+    data = array_bytes(given, BY_NUMPY[code].itemsize if code in BY_NUMPY else -1)
+    if data is None:
+        raise ValueError("not the bytes of a number")
     if code == "b1":
         return bool(data != b"\0")
     if code[0] in "SU":
