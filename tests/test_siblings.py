@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
 import ckpt_tools
+import ckpt_tools.torch
 from ckpt_tools.errors import ConvertError, ObjectsError
 from tests.support.commands import ckpt
 
@@ -160,3 +161,25 @@ def test_check_names_the_damaged_array_of_an_npz(tmp_path: Path) -> None:
     data = (tmp_path / "x.npz").read_bytes()
     (tmp_path / "x.npz").write_bytes(data.replace(np.full(4, 7.0).tobytes(), np.full(4, 8.0).tobytes()))
     assert "'b.npy' holds b, and does not match its CRC-32" in ckpt("check", tmp_path / "x.npz", code=1).output
+
+
+def test_load_gives_the_counter_of_a_scheduler_and_layouts(tmp_path: Path) -> None:
+    """`weights_only` loads them, and so does `load`."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    state = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 5]).state_dict()
+    held = {"scheduler": state, "layouts": [torch.strided, torch.sparse_coo], "none": torch.Size()}
+    torch.save(held, tmp_path / "x.pth")
+    assert ckpt_tools.torch.load(tmp_path / "x.pth") == held == torch.load(tmp_path / "x.pth", weights_only=True)
+
+
+class Sized:
+    """`torch.Size` of what it does not take."""
+
+    def __reduce__(self) -> Any:
+        return torch.Size, ((torch.ones(2),),)
+
+
+def test_a_size_of_a_tensor_that_is_no_whole_number_is_malformed(tmp_path: Path) -> None:
+    """No torch loads it."""
+    torch.save([Sized()], tmp_path / "x.pth")
+    assert "torch.Size is called with malformed arguments" in ckpt("check", tmp_path / "x.pth", code=3).output
