@@ -201,5 +201,5 @@ _OBJECTS: dict[str, Callable[..., Any]] = {
     "torch.serialization._get_layout": {
         str(layout): layout
         for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-    }.__getitem__,  # fmt: skip
+    }.__getitem__,
 }
