@@ -183,3 +183,14 @@ def test_a_size_of_a_tensor_that_is_no_whole_number_is_malformed(tmp_path: Path)
     """No torch loads it."""
     torch.save([Sized()], tmp_path / "x.pth")
     assert "torch.Size is called with malformed arguments" in ckpt("check", tmp_path / "x.pth", code=3).output
+
+
+def test_averages_of_a_compiled_model_have_the_plain_names(tmp_path: Path) -> None:
+    """`AveragedModel(torch.compile(model))`, alone and beside the trained one."""
+    model = torch.nn.Linear(2, 3)
+    averaged = torch.optim.swa_utils.AveragedModel(model).state_dict()
+    wrapped = {name.replace("module.", "module._orig_mod."): value for name, value in averaged.items()}
+    for held in (wrapped, {"model": model.state_dict(), "ema": {f"_orig_mod.{k}": v for k, v in model.state_dict().items()}}):
+        torch.save(held, tmp_path / "x.pth")
+        ckpt_tools.convert(tmp_path / "x.pth", tmp_path / "out.pth", ema=True, overwrite=True)
+        model.load_state_dict(torch.load(tmp_path / "out.pth"))
