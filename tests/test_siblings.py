@@ -194,3 +194,10 @@ def test_averages_of_a_compiled_model_have_the_plain_names(tmp_path: Path) -> No
         torch.save(held, tmp_path / "x.pth")
         ckpt_tools.convert(tmp_path / "x.pth", tmp_path / "out.pth", ema=True, overwrite=True)
         model.load_state_dict(torch.load(tmp_path / "out.pth"))
+
+
+def test_how_far_a_pickle_is_looked_through_goes_by_its_size(tmp_path: Path) -> None:
+    """`pickle.dump` writes each tensor as a file of its own inside, of five pickles: thousands of them are honest."""
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(torch.zeros(600)))
+    with ckpt_tools.limits.raised(nodes=500):
+        assert ckpt_tools.scan(tmp_path / "x.pkl")[0].verdict == "needs-code"
