@@ -19,7 +19,9 @@ from ckpt_tools.tree.parametrized import Parametrized, parametrized, part_of, sp
 from ckpt_tools.values.numeric import as_bytes, exact, has_numbers, one_thread, row_major, view_of
 from ckpt_tools.values.pytorch import need_torch, torch
 
-_CLEAR = 2  # times that vectors are nearer to one dimension's than to another's, where shapes do not tell which has the rows
+# Times that vectors are nearer to one dimension's than to another's, where shapes do not tell which has the rows; vectors that
+# no step of training has touched yet are near to none, which are 1 off or more.
+_CLEAR = 2
 
 
 def find(node: Dict) -> list[Parametrized]:
@@ -46,21 +48,14 @@ def fold_all(root: Node) -> list[Parametrized]:
         raise ConvertError(f"{unknown.name!r} is in parts by a parametrization that is not known: {parts}.",
                            fix="Fold it with its model: torch.nn.utils.parametrize.remove_parametrizations.")  # fmt: skip
     need_torch("`fold` works weights out with it.")
-    for node, each in found:
-        _fold(node, each)
-    return rows
+    return [row for node, _ in found for row in _fold(node, lambda row: bool(row.kind))]
 
 
 def fold_for(node: Dict, wanted: Iterable[str]) -> list[Parametrized]:
     """Fold the weights that a target has whole, by its names; all of them where the target has none in parts."""
-    rows = [row for row in find(node) if row.kind]
-    if not rows:
-        return []
     names = set(map(unwrap, wanted))
     in_parts = any(map(part_of, names))
-    rows = [row for row in rows if not in_parts or unwrap(row.name) in names]
-    _fold(node, rows)
-    return rows
+    return _fold(node, lambda row: bool(row.kind) and (not in_parts or unwrap(row.name) in names))
 
 
 def told_fold(rows: Sequence[Parametrized]) -> list[tuple[str, str]]:
@@ -76,9 +71,11 @@ def told_fold(rows: Sequence[Parametrized]) -> list[tuple[str, str]]:
     return notes
 
 
-def _fold(node: Dict, rows: Sequence[Parametrized]) -> None:
+def _fold(node: Dict, is_wanted: Callable[[Parametrized], bool]) -> list[Parametrized]:
+    """Fold weights, and then those of which they are a part: a `weight_v` may be pruned itself."""
+    rows = [row for row in find(node) if is_wanted(row)]
     if not rows:
-        return
+        return []
     tensors = tensors_by_name(node)
     made: dict[tuple[object, ...], Entry] = {}
     first: dict[Node, tuple[str, Entry]] = {}
@@ -97,6 +94,7 @@ def _fold(node: Dict, rows: Sequence[Parametrized]) -> None:
             if type(path) is not str or "parametrizations" not in path.split(".") or any(k.startswith(f"{path}.") for k in left)
         ]  # fmt: skip
         replace_metadata(node, metadata, kept)
+    return [*rows, *_fold(node, is_wanted)]
 
 
 def _folded(weight: Parametrized, parts: Mapping[str, Entry], key: str) -> Entry:
@@ -131,15 +129,18 @@ def _spectral_norm(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor
     """Divided by its greatest singular value, which the vectors give. ConvTranspose has its rows in the second dimension."""
     found = []
     for dim in spectral_dims(tuple(weight.shape), tuple(left.shape), tuple(right.shape)):
-        matrix = weight.movedim(dim, 0).flatten(1)
+        matrix = weight.movedim(dim, 0).reshape(weight.shape[dim], -1)
         size = left @ (matrix @ right)
         off = (matrix @ right / size - left).norm() + (matrix.T @ left / size - right).norm()  # of singular vectors nearly 0
         found.append((float(off), size))
         if weight.ndim == 2:
             break
     found.sort(key=lambda row: row[0])
-    if len(found) > 1 and not _CLEAR * found[0][0] < found[1][0]:
-        raise ConvertError("A spectral norm's vectors fit two dimensions of their weight.", fix="Fold it with its model.")
+    if len(found) > 1 and not _CLEAR * found[0][0] < min(found[1][0], _CLEAR):
+        raise ConvertError(
+            "The shapes of a spectral norm fit two dimensions of its weight, and its vectors do not tell which.",
+            fix="Fold it with its model.",
+        )
     return weight / found[0][1]
 
 

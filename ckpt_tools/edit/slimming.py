@@ -15,7 +15,7 @@ from ckpt_tools.io.content import Computed, Content, chunks
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange, nodes, visit
 from ckpt_tools.tree.modules import is_module, module_state_dict
-from ckpt_tools.tree.names import MODULE
+from ckpt_tools.tree.names import MODULE, strip_inner
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Pair, Storage, Where, contiguous_stride
 from ckpt_tools.tree.visit import walk
 from ckpt_tools.values.numeric import part, row_major, view_of
@@ -186,7 +186,7 @@ def _averaging(names: Sequence[str]) -> str:
 def _as_plain_model(state_dict: StateDict) -> Dict:
     """The averaged tensors by the names of the model, without what averages them and without wrappers around all of them."""
     node, lead = state_dict.node, _averaging(state_dict.names)
-    renamed = {name: name[len(lead) :] for name in node.named if name.startswith(lead)}
+    renamed = {name: strip_inner(name[len(lead) :]) for name in node.named if name.startswith(lead)}
     tensors = [renamed[name] for name in state_dict.names if name in renamed]
     while tensors and all(name.startswith(MODULE) for name in tensors):
         tensors = [name.removeprefix(MODULE) for name in tensors]

@@ -80,7 +80,7 @@ def decode_npz(source: Source, directory: Directory) -> Checkpoint:
         items.append((name, node))
     decoded = arrays.decoded("npz", Dict(items), source)
     decoded.warnings += trailing(directory.trailing, "the archive")
-    decoded.records = directory.records
+    decoded.records, decoded.has_checksums = directory.records, any(record.crc for record in directory.records)
     return decoded
 
 

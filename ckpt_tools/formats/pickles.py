@@ -68,11 +68,12 @@ class Pickles:
         self.pickles: list[Pickle] = []
         self.unexamined: list[tuple[str, str]] = []
         self.program = False
-        self.left = self.parts = 0  # of the file that is looked at: bytes that it may inflate to; parts of it so far
+        self.left = self.parts = self.most = 0  # of the file that is looked at: bytes that it may inflate to; its parts
 
     def look_through(self, source: Source, where: str = "") -> None:
         """Find the pickles of a file, which is called so among others."""
         self.left, self.parts = limits.STREAMED * limits.MEMORY.most(source.size), 0
+        self.most = limits.NODES.most(source.size) // _NODES_OF_MEMBER
         try:
             with limits.of_file(source.size):
                 self.examine(source, where, 0)
@@ -120,7 +121,7 @@ class Pickles:
 
     def count(self, cost: int = 1) -> None:
         self.parts += cost
-        if self.parts > limits.NODES.value // _NODES_OF_MEMBER:
+        if self.parts > self.most:
             raise _FullError
 
     def spend(self, count: int) -> None:

@@ -15,6 +15,7 @@ from ckpt_tools.tree.nodes import Build, Dict, Global, Node, Object
 
 _RECONSTRUCT = Global("numpy.core.multiarray", "_reconstruct")
 _NDARRAY, _MEMMAP = Global("numpy", "ndarray"), Global("numpy", "memmap")
+_TEXT_OF_ANY_LENGTH = Global("numpy._core._internal", "_convert_to_stringdtype_kwargs")
 _VERSION = 1  # of the state of an array
 WRAPPER = "NumpyArrayWrapper"  # of joblib.numpy_pickle, which scikit-learn once had a copy of
 _BESIDE = ("NDArrayWrapper", "ZNDArrayWrapper")  # of joblib before 0.10: the array is in another file
@@ -64,6 +65,8 @@ def array_behind(machine: Machine, target: Object, frame: int) -> Node:
 
 def _itemsize(dtype: Node) -> int | None:
     """How many bytes an element takes; -1 where it is or holds an object, None where NumPy writes no such dtype."""
+    if type(dtype) is Object and dtype.function == _TEXT_OF_ANY_LENGTH:
+        return -1
     if type(dtype) is not Object or dtype.call != "reduce" or dtype.name != "numpy.dtype" or len(dtype.steps) > 1:
         return None
     code = dtype.args[0] if type(dtype.args) is tuple and dtype.args else None

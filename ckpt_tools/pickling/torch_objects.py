@@ -223,7 +223,10 @@ def _is_size(parts: Node = ()) -> bool:
     while type(parts) is Object and parts.name == "torch.Size" and type(parts.args) is tuple:
         parts = parts.args[0] if parts.args else ()
     parts = tuple(parts.items) if type(parts) is List else tuple(parts) if type(parts) is bytes else parts
-    return type(parts) is tuple and all(type(part) in (int, bool, Entry) for part in parts)
+    return type(parts) is tuple and all(
+        (part.numel == 1 and part.dtype.family != "float") if type(part) is Entry else type(part) in (int, bool)
+        for part in parts
+    )
 
 
 _DEVICE = re.compile(

@@ -74,6 +74,9 @@ def by_name(name: Global) -> bool:
     """Rule 1: of a name that is there, called or not."""
     if is_data(name) or name in _NAMED_FREELY or name.module in _WORDS["named_freely_modules"]:
         return False
+    owner, _, last = name.name.rpartition(".")
+    if name.module == "builtins" and is_data(Global("builtins", owner)) and not last.startswith("__"):
+        return False  # a method of text or numbers: str.split
     computes = name.module in _WORDS["computing"] and name.name.isidentifier()
     is_function = name.name.rpartition(".")[2].lstrip("_")[:1].islower()
     return does_harm(name) or (is_function and _is_standard(name) and not computes)

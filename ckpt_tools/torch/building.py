@@ -109,9 +109,13 @@ class Builder:
         if type(node) is not Object or make is None or type(node.args) is not tuple or node.steps:
             what = "a sparse, quantised, nested or meta tensor" if is_tensor(node) else getattr(node, "name", "a global")
             raise ObjectsError(f"{self.path} holds {what}, which cannot be made without torch.load.")
-        if any(type(part) is List for part in node.args):
-            return make(*(list(map(self.value, part.items)) if type(part) is List else part for part in node.args))
-        return make(*map(self.value, node.args))
+        return make(*map(self.given, node.args))
+
+    def given(self, node: Node) -> Any:
+        """An argument of a call, which has to be filled when that is made."""
+        if type(node) is Dict:
+            return {self.value(key): self.value(value) for key, value in node.items}
+        return list(map(self.value, node.items)) if type(node) is List else self.value(node)
 
     def tensor(self, entry: Entry) -> torch.Tensor:
         storage = self.value(entry.storage)
@@ -191,6 +195,11 @@ _OBJECTS: dict[str, Callable[..., Any]] = {
     "builtins.set": set,
     "builtins.complex": complex,
     "builtins.bytearray": bytearray,
-    "torch.Size": lambda sizes: torch.Size(sizes),
+    "collections.Counter": collections.Counter,  # the milestones of a MultiStepLR
+    "torch.Size": lambda *sizes: torch.Size(*sizes),
     "torch.device": lambda *args: torch.device(*args),
+    "torch.serialization._get_layout": {
+        str(layout): layout
+        for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+    }.__getitem__,
 }

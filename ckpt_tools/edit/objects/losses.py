@@ -104,9 +104,10 @@ def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = (), *, a
         kind, why = "tensor", "They are in objects whose plain form has no place for them."
         fix = "torch.load gives them back where their classes are: save a state dict there."
         if are_numpys:
-            kind, why = "value", "torch has no dates, structures, or numbers wider than float64."
-            fix = f"Leave it out: `drop={dotted(unnamed[0])!r}`. `objects='keep'` keeps it as it is, in a .pth."
-        shown = listed([dotted(where) for where in unnamed], 8)
+            kind, why = "value", "torch has no dates, structures, numbers wider than float64, or tables of objects."
+            leave = f"Leave it out: `drop={dotted(unnamed[0])!r}`. " if unnamed[0] else ""
+            fix = f"{leave}`objects='keep'` keeps it as it is, in a .pth."
+        shown = listed([dotted(where) or "the root" for where in unnamed], 8)
         raise ObjectsError(f"{tensors_of(path, unnamed, kind)} would be lost: {shown}.", why=why, fix=fix)
     return frozenset(glob for glob in globs if glob not in globs.unused)
 

@@ -27,6 +27,7 @@ Converter = Callable[[Any, Key], Node | Drop]
 _PRIMITIVES = frozenset((type(None), bool, int, float, str, bytes))
 _FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+_BY_COPYREG = Global("copyreg", "_reconstructor")
 
 
 def plain_object(node: Object, key: Key) -> Node | Drop:
@@ -111,7 +112,10 @@ def plain_instance(node: Object) -> Node | Drop:
     if items := node.appended:
         return List(items)
     if state is not None:
-        return Dict(list(state.items))
+        made = _made_from(node.args) if node.function != _BY_COPYREG else DROP
+        if isinstance(made, Drop):
+            return Dict(list(state.items))
+        return Dict([("<arguments>", made), *state.items]) if state.items else made
     if node.state is not None:
         return _made_from(node.state if type(node.state) is tuple else (node.state,))
     return _made_from(node.args)
@@ -236,8 +240,11 @@ def _text_argument(node: Any, key: Key) -> Node | Drop:
 
 
 def _numpy_scalar(node: Any, key: Key) -> Node:
-    kind, data = node.args
+    kind, given = node.args
     code, order = _numpy_type(kind)
+    data = array_bytes(given, BY_NUMPY[code].itemsize if code in BY_NUMPY else -1)
+    if data is None:
+        raise ValueError("not the bytes of a number")
     if code == "b1":
         return bool(data != b"\0")
     if code[0] in "SU":
