@@ -333,9 +333,8 @@ class Slice:
                 for name, make in self._cut(group, rows):
                     made[name].append((key, make()))
             else:
-                kept = self.merger.keys.renew(value)
-                for items in made.values():
-                    items.append((key, kept))
+                for items in made.values():  # each has a tensor `step` of its own: torch counts it up in place
+                    items.append((key, self.merger.keys.renew(value)))
         return [(name, Dict(items)) for name, items in made.items()]
 
     def _row(self, rank: int, row: int, key: Node) -> Entry:

@@ -201,6 +201,8 @@ def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, dict[
     try:
         _, value = pickles.load(lambda data, offset: Lister(data, offset, arrays=arrays))
     except CkptError as error:
+        if pickles.machine is None:  # the file cannot be read any more
+            raise
         found.error = error.with_traceback(None)
         error.__context__ = None  # the frames of either hold the machine, and this frame: a circle
     lister = pickles.machine

@@ -60,6 +60,7 @@ class Pickles:
 
     def load(self, make: Callable[[bytes, int], Machine]) -> tuple[Machine, Node]:
         """The pickle that begins here. A pickle that is longer than what was read of it is read again from its start."""
+        self.machine = None
         if not self._ready:
             self._fill(self.window)
         budget = limits.budget(self.left)

@@ -168,10 +168,10 @@ def _in_child(work: Callable[[], None], output: Path) -> int:
     pid, leave = os.fork(), os._exit
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    code, sys.stdout = 0, output.open("w")
-    sys.stderr = sys.stdout
+    output.write_bytes(b"")
+    code, sys.stdout, sys.stderr = 0, output.open("a"), output.open("a")  # two: ckpt closes the one that cannot be written
     os.dup2(sys.stdout.fileno(), 1)
-    os.dup2(sys.stdout.fileno(), 2)
+    os.dup2(sys.stderr.fileno(), 2)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         work()
@@ -182,6 +182,7 @@ def _in_child(work: Callable[[], None], output: Path) -> int:
         code = 1
     finally:
         sys.stdout.flush()
+        sys.stderr.flush()
         leave(code)
     return 0  # not reached
 

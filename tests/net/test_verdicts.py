@@ -196,6 +196,22 @@ def test_a_call_is_shown_as_it_stands(command: list[str], tmp_path: Path) -> Non
     assert "--id" not in shown
 
 
+@pytest.mark.parametrize("most", range(1, 5))
+def test_what_ends_while_it_is_read(most: int) -> None:
+    """A file that has lost its end meanwhile could not be examined, wherever it ends."""
+
+    class Short(io.BytesIO):
+        reads = 0
+
+        def read(self, size: int | None = -1) -> bytes:
+            self.reads += 1
+            return super().read(size) if self.reads <= most else b""
+
+    (report,) = ckpt_tools.scan(Short(pickle.dumps([1] * 3000, 4) * 30))
+    assert report.verdict == "unexamined"
+    assert "changed while it was read" in report.safety.unexamined[0][1]
+
+
 def test_what_is_not_there(tmp_path: Path) -> None:
     """An empty folder is refused; of a path that is not there `scan` says what every other command says."""
     ckpt("scan", tmp_path, code=3)
