@@ -67,6 +67,10 @@ class Pair(tuple[Any, ...]):
     """A tuple with attributes."""
 
 
+class Items(list[Any]):
+    """A list with attributes."""
+
+
 class Made:
     """Made from an array, and with a state."""
 
@@ -83,6 +87,7 @@ MADE = {
     "text": (noted(Text("x")), {"<arguments>": "x", "note": "n"}),
     "text without attributes": (Text("x"), "x"),
     "a tuple": (noted(Pair((1, 2))), {"<arguments>": [(1, 2)], "note": "n"}),
+    "a list": (noted(Items([1, 2])), {"<items>": [1, 2], "note": "n"}),
     "an error": (noted(ValueError("no", 7)), {"<arguments>": ("no", 7), "note": "n"}),
     "made from an array": (Made(), {"<arguments>": [torch.arange(3, dtype=torch.float64)], "extra": 5}),
 }

@@ -110,7 +110,7 @@ def plain_instance(node: Object) -> Node | Drop:
         names = {name for name, _ in pairs if type(name) is str}
         return Dict(pairs + [pair for pair in (state.items if state else ()) if pair[0] not in names])
     if items := node.appended:
-        return List(items)
+        return List(items) if state is None or not state.items else Dict([("<items>", List(items)), *state.items])
     if state is not None:
         made = _made_from(node.args) if node.function != _BY_COPYREG else DROP
         if isinstance(made, Drop):
