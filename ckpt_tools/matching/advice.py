@@ -85,13 +85,16 @@ def advise(
         return again(stages, allow_reshape, pairs)
 
     asked = fewest_questions(found, answered)
-    return Advice(None, tuple(spare), tuple(question for question in asked if _settles(question, answered)))
+    lone = [question for question in asked if len(question.candidates) == 1][:_MOST_LONE]
+    useless = [question for question in lone if not _settles(question, answered)]
+    return Advice(None, tuple(spare), tuple(question for question in asked if question not in useless))
+
+
+_MOST_LONE = 8  # questions of one candidate whose answers are tried
 
 
 def _settles(question: Question, answered: Answered) -> bool:
     """Whether `--pair` helps: of one candidate alone the layout may be what is unknown, which only a plan says."""
-    if len(question.candidates) > 1:
-        return True
     with suppress(CkptError):
         return question not in questions(answered([question.answer(*question.candidates)]).ambiguous)
     return False
