@@ -113,7 +113,8 @@ def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
             raise OutputError(f"{path} is a directory.", fix="Name a file in it.", errno=errno.EISDIR)
         if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout leads to a pipe, which has no path to follow
             raise OutputError(f"{path} is not a regular file.", why="An output is written under another name and then renamed.")
-        if target.exists() and not overwrite:
+        if target.exists() and not overwrite:  # perhaps of a run that was killed at its very end
+            temporaries.remove_orphans(target.parent, temporaries.prefix_of(target.name))
             raise exists_error(target)
         check_writable(path, target.parent)
         return target
