@@ -47,7 +47,7 @@ def mending(command: str, path: str, options: str = "", *, suffix: str | None = 
     stem = stem.rpartition("/")[2] if "://" in path else stem  # the output of what has an address is written here
     own = ".pth" if own.lower() in _NOT_WRITTEN or not writes(own) else own
     target = f"{stem}.fixed{own if suffix is None else suffix}"
-    return printable(" ".join(["ckpt", command, shlex.quote(path), shlex.quote(target), *options.split()]))
+    return printable(" ".join(["ckpt", command, shlex.quote(path), shlex.quote(target), options]).rstrip())
 
 
 def stem_and_extension(path: str) -> tuple[str, str]:
