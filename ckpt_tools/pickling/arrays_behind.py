@@ -9,7 +9,7 @@ import re
 from math import prod
 from typing import cast
 
-from ckpt_tools.pickling.machine import Machine, Malformed
+from ckpt_tools.pickling.machine import RECONSTRUCTOR, Machine, Malformed
 from ckpt_tools.tree.dtypes import BY_NUMPY
 from ckpt_tools.tree.nodes import Build, Dict, Global, Node, Object
 
@@ -19,7 +19,7 @@ _TEXT_OF_ANY_LENGTH = Global("numpy._core._internal", "_convert_to_stringdtype_k
 _VERSION = 1  # of the state of an array
 WRAPPER = "NumpyArrayWrapper"  # of joblib.numpy_pickle, which scikit-learn once had a copy of
 _BESIDE = ("NDArrayWrapper", "ZNDArrayWrapper")  # of joblib before 0.10: the array is in another file
-_BY_COPYREG = frozenset(Global("copyreg", name) for name in ("_reconstructor", "__newobj__", "__newobj_ex__"))
+_BY_COPYREG = frozenset((RECONSTRUCTOR, Global("copyreg", "__newobj__"), Global("copyreg", "__newobj_ex__")))
 _CODE = r"([USV])(\d{1,9})"
 _SIZES = {code: known.itemsize for code, known in BY_NUMPY.items()} | {"M8": 8, "m8": 8, "f16": 16, "c32": 32}
 _SUBARRAY, _ITEMSIZE, _FLAGS, _HAS_OBJECTS = 2, 5, 7, 1  # in the state of a dtype; one of the flags

@@ -28,6 +28,7 @@ PersistentLoad: TypeAlias = Callable[[Node], Node]
 Behind: TypeAlias = "Callable[[Machine, Object, int], Node]"  # what stands behind an object in the stream
 
 REBUILD, ORDERED_DICT = Global("torch._utils", "_rebuild_tensor_v2"), Global("collections", "OrderedDict")
+RECONSTRUCTOR = Global("copyreg", "_reconstructor")
 _SET, _FROZENSET, _BYTEARRAY = (Global("builtins", name) for name in ("set", "frozenset", "bytearray"))
 _COUNTER = Global("collections", "Counter")
 _MADE_BY_NEW = frozenset((Global("torch", "Size"), Global("torch", "device"), Global("builtins", "complex")))

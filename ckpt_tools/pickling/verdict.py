@@ -15,6 +15,7 @@ from functools import lru_cache
 from pkgutil import get_data
 from typing import Any, TypeAlias
 
+from ckpt_tools.pickling.machine import RECONSTRUCTOR
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES
 from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED, is_newer_dtype, named
 from ckpt_tools.text import printable, shortened
@@ -26,7 +27,7 @@ _Given: TypeAlias = tuple[Node, ...]
 
 _LISTS: dict[str, Any] = tomllib.loads((get_data("ckpt_tools.pickling", "names.toml") or b"").decode())
 _WORDS = {key: frozenset(text.split()) for key, text in _LISTS.items() if type(text) is str}
-GETATTR, _RECONSTRUCTOR = Global("builtins", "getattr"), Global("copyreg", "_reconstructor")
+GETATTR = Global("builtins", "getattr")
 _DATA = ALLOWED | ALLOWED_NESTED | named(_LISTS["data"]) | named(_LISTS["shared"])
 _SHARED = named(_LISTS["shared"]) | named("builtins:getattr,type operator:getitem _operator:getitem")
 _HANDED = {name: how.split() for how, names in _LISTS["handed"].items() for name in named(names)}
@@ -138,7 +139,7 @@ def _is_member(given: _Given) -> bool:
         return False
     if type(owner) is Global:
         return not by_name(Global(owner.module, f"{owner.name}.{name}"))
-    if type(owner) is not Object or not (owner.call == "new" or owner.function == _RECONSTRUCTOR):
+    if type(owner) is not Object or not (owner.call == "new" or owner.function == RECONSTRUCTOR):
         return False
     made = made_of(owner)
     return type(made) is Global and not is_data(made) and not by_instance(made)

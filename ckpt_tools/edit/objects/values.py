@@ -13,6 +13,7 @@ from typing import Any
 from ckpt_tools.edit.objects.known import PATHS, is_known
 from ckpt_tools.errors import CkptError
 from ckpt_tools.io.content import Literal
+from ckpt_tools.pickling.machine import RECONSTRUCTOR
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree import nodes
@@ -27,7 +28,6 @@ Converter = Callable[[Any, Key], Node | Drop]
 _PRIMITIVES = frozenset((type(None), bool, int, float, str, bytes))
 _FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
-_BY_COPYREG = Global("copyreg", "_reconstructor")
 
 
 def plain_object(node: Object, key: Key) -> Node | Drop:
@@ -110,15 +110,17 @@ def plain_instance(node: Object) -> Node | Drop:
         names = {name for name, _ in pairs if type(name) is str}
         return Dict(pairs + [pair for pair in (state.items if state else ()) if pair[0] not in names])
     if items := node.appended:
-        return List(items) if state is None or not state.items else Dict([("<items>", List(items)), *state.items])
+        return _with_attributes("<items>", List(items), state)
     if state is not None:
-        made = _made_from(node.args) if node.function != _BY_COPYREG else DROP
-        if isinstance(made, Drop):
-            return Dict(list(state.items))
-        return Dict([("<arguments>", made), *state.items]) if state.items else made
+        made = DROP if node.function == RECONSTRUCTOR else _made_from(node.args)
+        return Dict(list(state.items)) if isinstance(made, Drop) else _with_attributes("<arguments>", made, state)
     if node.state is not None:
         return _made_from(node.state if type(node.state) is tuple else (node.state,))
     return _made_from(node.args)
+
+
+def _with_attributes(name: str, made: Node, state: Dict | None) -> Node:
+    return Dict([(name, made), *state.items]) if state is not None and state.items else made
 
 
 def _made_from(args: Node) -> Node | Drop:
